@@ -289,9 +289,12 @@ def row_eval_shape(way):
     assert (shape.shape, shape.dtype) == (SMALL[0].shape, jnp.float32)
 
 
-def row_disable_jit(way):
+def row_disable_jit(_):
+    """Without a mask: each of its operations would be a program of its own."""
+    run = functools.partial(burst_jax.burst_attention, mesh=RING, implementation="reference")
     with jax.disable_jit():
-        same(way(RING, implementation="reference")(*SMALL), small_truth()[0])
+        got = run(*SMALL)
+    same(got, jax.jit(run)(*SMALL))
 
 
 def row_debug_nans(way):
@@ -334,7 +337,10 @@ EVERY = [*SAME, *ROWS]
 OF_ONE = (
     *("jax.grad", "jax.jacrev", "jax.lax.scan", "lower and compile", "jax.disable_jit"),
     *("jax_numpy_rank_promotion=raise", "jax_enable_x64", "arrays of two meshes", "jax.export"),
+    "jax.checkpoint, policies",
 )
+# ring_attention's second derivatives and NaNs are burst_attention's.
+NOT_RING = ("jax.hessian, jax.jvp of jax.grad", "jax.grad of jax.grad", "jax_debug_nans")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,8 @@ OF_ONE = (
         pytest.param(way, row, marks=() if row in QUICK else pytest.mark.slow)
         for way in WAYS
         for row in EVERY
-        if row not in OF_ONE or way == "burst_attention"
+        if way == "burst_attention" or row not in OF_ONE
+        if way != "ring_attention" or row not in NOT_RING
     ],
 )
 def test_the_table_of_transforms(way, row):

@@ -26,10 +26,17 @@ pytestmark = pytest.mark.cuda_compiler
 # Grouped heads, and values of half the keys' head dim; every CTA has several work tiles.
 TOKENS, HEADS, KV_HEADS, DIM, VALUE_DIM = 4096, 8, 2, 128, 64
 SHAPE = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, DIM, 2, value_dim=VALUE_DIM)
+# Of all programs but the rings of packed sequences.
+NARROW = ShardShape(TOKENS, TOKENS, HEADS, KV_HEADS, 32, 2, value_dim=16)
+
+
+def narrow(mesh):
+    """Query, key and value with narrow heads."""
+    return compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, 32, value_dim=16)
 
 
 def attend(mesh, **options):
-    options = {"is_causal": True, "layout": "zigzag", **options}
+    options = {"implementation": compiled.SMALL, **options}
     return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
 
 
@@ -57,6 +64,7 @@ class Ring(NamedTuple):
             # "auto" is the rotation that sends fewer bytes: K and V's, of grouped heads.
             backward = "auto" if self.rotation == "rotate_kv" else self.rotation
             options |= {"implementation": self.kernels, "backward": backward}
+            options |= {"is_causal": True, "layout": "zigzag"}
             return gradient(attend(mesh, **options))(query, key, value)
 
         return compiled.compile_for(run, *arrays, shape)
@@ -84,7 +92,7 @@ def assert_sends(program, wire):
         assert other not in compiled.text_of(program)
 
 
-# test_two_level_ring has the other rotation of each.
+# Rings of two levels have both rotations.
 RINGS = (
     # Zeros of one sum over all steps.
     Ring("a100", "mosaic_sm80", "rotate_kv", mib=52, wide_dq=1),
@@ -124,16 +132,17 @@ def test_every_permute_of_a_ring_of_eight_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
-def balanced(gpu, zone):
-    """The gradient in a balanced layout on 8 GPUs, and the bytes of its zones."""
-    n, mesh = 8, compiled.gpu_mesh(gpu, 8)
-    arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-    shape = jax.ShapeDtypeStruct((1, TOKENS * n), jnp.int32, sharding=arrays[0].sharding)
+def balanced(zone):
+    """The gradient in a balanced layout on 8 A100s, its events and its kernels."""
+    mesh = compiled.gpu_mesh("a100", 8)
+    arrays = narrow(mesh)
+    shape = jax.ShapeDtypeStruct((1, TOKENS * 8), jnp.int32, sharding=arrays[0].sharding)
 
     def run(query, key, value, ids, order):
         options: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
         options |= dict.fromkeys(("query_positions", "key_value_positions"), order)
-        return gradient(attend(mesh, layout=f"balanced:{zone}", **options))(query, key, value)
+        options |= {"is_causal": True, "layout": f"balanced:{zone}"}
+        return gradient(attend(mesh, **options))(query, key, value)
 
     program = compiled.compile_for(run, *arrays, shape, shape)
     events = compiled.schedule(program)
@@ -142,64 +151,38 @@ def balanced(gpu, zone):
     return program, events, kernels
 
 
-def test_a_balanced_layout_rotates_large_zones():
-    zone = 3072
-    program, events, kernels = balanced("a100", zone)
-    # The shard's queries outside of its zone, those of the zone, and the steps of the ring; then
-    # the shard's own work in two halves.
-    assert kernels == ["forward"] * (2 + 7) + ["backward"] * (2 + 7)
-    assert all(compiled.overlapped(events))
-    assert compiled.permuted_bytes(program) == sum(wires("rotate_kv", 8)) * zone // TOKENS
-
-
-def test_a_balanced_layout_gathers_small_zones_during_its_own_work():
-    program, events, kernels = balanced("h100", 512)
-    assert kernels == ["forward"] * 2 + ["backward"] * 3
+@pytest.mark.parametrize(("zone", "slices"), [(3072, 3), (512, 1)])
+def test_a_balanced_layout_gathers_its_zone_during_kernels(zone, slices):
+    program, events, kernels = balanced(zone)
+    # Each slice of the zone, and whole documents: first, or last.
+    assert kernels == ["forward"] * (1 + slices) + ["backward"] * (slices + 1)
     assert not any(kind == "start" for kind, _ in events)
     # K and V of all zones for each pass, and the sums of their gradients.
-    elements = 8 * 512 * KV_HEADS * (DIM + VALUE_DIM)
+    elements = 8 * zone * KV_HEADS * (32 + 16)
     for opcode, dtype, count in (("all-gather", "bf16", 2), ("reduce-scatter", "f32", 1)):
         found = compiled.transfers(program, opcode)["ENTRY"]
         large = [(each.result, during) for each, during in found if f"{dtype}[" in each.result]
-        assert all(during for _, during in large), opcode
         shapes = [re.findall(rf"{dtype}\[([\d,]+)\]", result) for result, _ in large]
         sizes = [math.prod(map(int, sizes.split(","))) for each in shapes for sizes in each]
         # What is sent, and n times as much that is received; or the other way round.
         assert sum(sizes) == count * elements * 9 // 8
+        # The backward pass has nothing but small kernels during its first gather.
+        alone = sum(not during for _, during in large)
+        assert alone <= (2 if opcode == "all-gather" else 0), opcode
 
 
-def test_a_balanced_layout_without_a_zone_sends_nothing():
-    program, events, kernels = balanced("a100", 0)
-    assert kernels == ["forward", "backward"]
-    assert len(events) == 2
-    assert "all-gather" not in compiled.text_of(program)
+def two_levels(hosts, gpus, rotation):
+    """The gradient on an A100 ring of nodes."""
+    mesh = compiled.gpu_mesh("a100", hosts, gpus)
+    run = attend(mesh, seq_axis=("outer", "inner"), backward=rotation)
+    return compiled.compile_for(gradient(run), *narrow(mesh))
 
 
-def test_remat_policy_holds_no_second_forward_ring():
-    mesh = compiled.gpu_mesh("a100", 2)
-    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-    policy = jax.checkpoint_policies.save_only_these_names(*burst_jax.CHECKPOINT_NAMES)
-
-    # Something before the attention, so that its inputs too are recomputed.
-    @functools.partial(jax.checkpoint, policy=policy)
-    def layer(query, key, value):
-        return attend(mesh)(jnp.sin(query), jnp.sin(key), jnp.sin(value))
-
-    program = compiled.compile_for(gradient(layer), *shapes)
-    assert compiled.permuted_bytes(program) == sum(wires("rotate_kv", 2))
-
-
-@pytest.mark.parametrize(
-    ("gpu", "kernels", "rotation"),
-    [("a100", "mosaic_sm80", "rotate_query"), ("h100", "mosaic_sm90", "rotate_kv")],
-)
-def test_two_level_ring(gpu, kernels, rotation):
+@pytest.mark.parametrize("rotation", ["rotate_query", "rotate_kv"])
+def test_two_level_ring(rotation):
     """Of two nodes: every permute overlaps with a kernel, on both interconnects at once."""
     hosts, gpus = 2, 4
-    mesh = compiled.gpu_mesh(gpu, hosts, gpus)
-    options = {"seq_axis": ("outer", "inner"), "implementation": kernels, "backward": rotation}
-    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-    program = compiled.compile_for(gradient(attend(mesh, **options)), *shapes)
+    program = two_levels(hosts, gpus, rotation)
     events = compiled.schedule(program)
     assert events.count(("kernel", "burst_forward")) == hosts * gpus
     assert all(compiled.overlapped(events))
@@ -210,47 +193,23 @@ def test_two_level_ring(gpu, kernels, rotation):
     hops = hops_of_passes(*[gpus] * hosts)
     # Between the hosts: a block forward, a block and two gradients backward.
     for sent, of_hops in ((compiled.sent_bytes(program), hops), (outer, hops.between_passes)):
-        assert sum(sent) == forward_bytes(of_hops, SHAPE) + backward_bytes(rotation, of_hops, SHAPE)
+        wire = forward_bytes(of_hops, NARROW) + backward_bytes(rotation, of_hops, NARROW)
+        assert sum(sent) == wire
     # On one level every hop would cross between some hosts.
     assert 3 * (hops.between_passes.blocks + hops.between_passes.sums) < hops.blocks + hops.sums
 
 
 def test_memory_does_not_grow_with_the_number_of_nodes():
-    temp = []
-    for hosts in (3, 5):  # With two, no block is sent in chunks while a gradient is.
-        mesh = compiled.gpu_mesh("h100", hosts, 2)
-        attention = attend(
-            mesh, seq_axis=("outer", "inner"), layout="contiguous", implementation="mosaic_sm90"
-        )
-        program = compiled.compile_for(gradient(attention), *compiled.inputs(mesh, TOKENS, 8, 8))
-        temp.append(compiled.temp_bytes(program) / 2**20)
-    # Chunks leave gaps: for four more steps less than one K/V block's 16 MiB.
-    assert temp[1] - temp[0] < 16, temp
-
-
-def test_a_window_sends_only_what_it_needs():
-    """Two shards back of six: two hops forward, and two backward, also of the gradient."""
-    mesh, hops = compiled.gpu_mesh("h100", 6), hops_of_passes(3)
-    window = 2 * TOKENS, 0
-    attention = attend(
-        mesh, layout="contiguous", local_window_size=window, implementation="mosaic_sm90"
-    )
-    shapes = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
-    program = compiled.compile_for(gradient(attention), *shapes)
-    assert hops[:2] == (2, 2)
-    assert_sends(program, forward_bytes(hops, SHAPE) + backward_bytes("rotate_kv", hops, SHAPE))
-    events = compiled.schedule(program)
-    assert events.count(("kernel", "burst_forward")) == 3
-    assert all(compiled.overlapped(events))
+    # With two, no block is sent in chunks while a gradient is.
+    three, five = (compiled.temp_bytes(two_levels(hosts, 2, "rotate_kv")) for hosts in (3, 5))
+    # Chunks leave gaps: for four more steps less than one K/V block.
+    assert five - three < TOKENS * KV_HEADS * (32 + 16) * 2, (three, five)
 
 
 def test_ulysses_within_a_node_and_a_ring_between_nodes():
     """Two nodes of four: one all-to-all per array, in its dtype; nothing is gathered."""
-    mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh("h100", 2, 4), (1024, 16, 2, 128)
-    attention = attend(
-        mesh, seq_axis="outer", ulysses_axis="inner", implementation="mosaic_sm90",
-        backward="rotate_kv",
-    )  # fmt: skip
+    mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh("a100", 2, 4), (1024, 16, 2, 32)
+    attention = attend(mesh, seq_axis="outer", ulysses_axis="inner", backward="rotate_kv")
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
     program = compiled.compile_for(gradient(attention), *shapes)
     assert "all-gather" not in compiled.text_of(program)

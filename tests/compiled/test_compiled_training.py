@@ -160,7 +160,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, ulysses,
     config = dataclasses.replace(CONFIG, post_norms=True, **changes)
     assert config.qk_norm
     heads = {"heads": ulysses} if ulysses > 1 else {}
-    program, params, _ = compile_step("a100", "mosaic_sm80", config, tokens, seq=2, **heads)
+    program, params, _ = compile_step("a100", compiled.SMALL, config, tokens, seq=2, **heads)
 
     def planned(remat: Remat, count: int | None) -> int:
         strategy = TrainingStrategy(
@@ -180,7 +180,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, ulysses,
 
 def test_what_is_offloaded_is_sent_to_the_host_during_kernels():
     config = dataclasses.replace(CONFIG, remat="offload")
-    program, _, _ = compile_step("h100", "mosaic_sm90", config, seq=2)
+    program, _, _ = compile_step("a100", compiled.SMALL, config, seq=2)
     memory: Any = program.memory_analysis()
     # The layer's input, out and lse.
     lanes = config.embed_dim + config.num_heads * config.head_dim

@@ -26,19 +26,19 @@ from pallas_kernels.backend import DqAccumulator
 # Rings, two levels, Ulysses within a node, and all of them together: tests/attention/test_fuzz.py
 # draws further ones.
 FACTORS = {
-    "ring": (1, 3, "2x3", "2+h2", "1x2+h4"),
+    "ring": (3, "2x3", "2+h2", "1x2+h4"),
     "layout": ("contiguous", "zigzag", "striped:3"),
-    "mask": ("full", "causal", "window40_17", "packed_window_cap"),
+    "mask": ("causal", "window40_17", "packed_window_cap"),
     "heads": ((4, 4), (8, 2), (8, 1)),
     "backward": ("rotate_kv", "rotate_query"),
-    "shard": ("even", "63", "longer_keys", "longer_queries"),
+    "shard": ("63", "longer_keys", "longer_queries"),
     "head_dim": (16, 33),
     "value_dim": ("same", 24),
     "dtype": ("float32", "bfloat16", "float16"),
     "numbers": ("none", "both"),
 }
 # The quick tier meets every level of every factor, all tests every pair of them.
-CASES = all_pairs(FACTORS)
+CASES = all_pairs(FACTORS, seed=17)  # the fewest cases of a few seeds
 # Four Ulysses devices copy each of two key heads.
 COPIED = a_case("h4", "contiguous", "causal")
 

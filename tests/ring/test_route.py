@@ -107,14 +107,16 @@ def test_chunks_are_even_and_join_to_the_whole(count):
         np.testing.assert_array_equal(whole[name], tree[name])
 
 
-def permutes(window, layout="contiguous", backward: Any = "rotate_kv", **ids):
+def permutes(
+    window=None, layout="contiguous", backward: Any = "rotate_kv", wrap: Any = lambda x: x, **ids
+):
     """Number of ``ppermute`` equations of the forward and the backward pass, on 8 devices."""
     attend = functools.partial(
         burst_jax.burst_attention, mesh=mesh_of(seq=8), layout=layout, local_window_size=window,
         backward=backward, **ids,
     )  # fmt: skip
     x = jnp.zeros((1, 128, 2, 8))
-    jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
+    jaxpr = jax.make_jaxpr(lambda x: jax.vjp(wrap(attend), x, x, x)[1](x))(x)
     return count(jaxpr.jaxpr, "ppermute")
 
 
@@ -131,6 +133,19 @@ def test_a_window_makes_few_hops():
     ids = jnp.ones((1, 128), jnp.int32)
     both = {"query_segment_ids": ids, "key_value_segment_ids": ids}
     assert permutes(None, **both) == 3 * 7 + 3 * 7 + 2 * 7
+
+
+def test_what_the_names_save_needs_no_second_ring():
+    """Something comes before the attention, so that its inputs too are recomputed."""
+
+    def hops(policy):
+        def wrap(attend):
+            return jax.checkpoint(lambda *xs: attend(*map(jnp.sin, xs)), policy=policy)
+
+        return permutes(wrap=wrap)
+
+    saved = jax.checkpoint_policies.save_only_these_names(*burst_jax.CHECKPOINT_NAMES)
+    assert (hops(saved), hops(None)) == (permutes(), permutes() + 2 * 7)
 
 
 @pytest.mark.parametrize(("kv_heads", "chosen"), [(8, "rotate_query"), (4, "rotate_kv")])
