@@ -82,15 +82,22 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.fixture(autouse=True)
-def compile_quickly(request):
+def compile_quickly(for_gpu=False):
     """For CPUs only: programs for GPUs are those that a user's GPU would run."""
-    for_gpu = request.node.get_closest_marker("cuda_compiler") is not None
     jax.config.update("jax_disable_most_optimizations", COMPILE_QUICKLY and not for_gpu)
     # A cached program has no compiler output.
     if jax.config.jax_enable_compilation_cache == for_gpu:
         jax.config.update("jax_enable_compilation_cache", not for_gpu)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _compile_quickly(request):
+    """Outside of tests, too: fixtures of a module come before those of its tests."""
+    for_gpu = request.node.get_closest_marker("cuda_compiler") is not None
+    compile_quickly(for_gpu)
+    yield
+    compile_quickly()
 
 
 @pytest.fixture
@@ -127,6 +134,7 @@ def pytest_configure(config):
         for option, value in CACHE.items():
             os.environ[option.upper()] = str(value)
             jax.config.update(option, value)
+    compile_quickly()
 
 
 def pytest_collection_finish():

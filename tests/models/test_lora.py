@@ -46,7 +46,9 @@ def base(mesh, implementation=None, **fields):
     graphdef, shapes = abstract_decoder(dataclasses.replace(CONFIG, **fields), **options)
     specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
     weights = jax.tree.map(
-        lambda x, spec: jax.device_put((0.2 * x).astype(x.dtype), NamedSharding(mesh, spec)),
+        lambda x, spec: jax.device_put(
+            (0.2 * np.asarray(x)).astype(x.dtype), NamedSharding(mesh, spec)
+        ),
         random_like(shapes, 1),
         specs,
     )

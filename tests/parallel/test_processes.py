@@ -206,7 +206,6 @@ NAMES_IT = r"stopped sending heartbeats\):\n1\n|Task 1 heartbeat timeout"
 LOST = [
     ("loop", 1, signal.SIGSTOP, NAMES_IT),
     ("loop", 0, signal.SIGKILL, "the leader task was preempted/died/restarted"),
-    ("loop", 0, signal.SIGSTOP, "CoordinationService/Heartbeat"),
     ("raise", 1, None, NAMES_IT),
     ("full", 1, None, ""),
 ]

@@ -33,7 +33,7 @@ TINY = [
     "--seq-len=32", "--batch=2", "--eval-batches=1", "--sample-tokens=5",
 ]  # fmt: skip
 STEPS = ["--steps=3", "--checkpoint-every=2"]
-MESH = "--mesh=outer=2,inner=2,heads=2"
+MESH = "--mesh=outer=2,inner=1,heads=2"
 
 
 @pytest.fixture(scope="module")

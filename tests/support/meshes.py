@@ -48,4 +48,6 @@ def assert_close(got, want, limit: float = 1e-6) -> None:
 def random_like(tree, seed: int):
     """Standard normal cotangents of a tree's shapes and dtypes."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype), tree)
+    return jax.tree.map(
+        lambda x: jax.numpy.asarray(np.asarray(rng.standard_normal(x.shape)).astype(x.dtype)), tree
+    )

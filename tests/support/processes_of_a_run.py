@@ -2,7 +2,7 @@
 
 Started by tests/parallel/test_processes.py; without PORT, a launcher's variables are set. The
 processes of a run have four CPU devices together. Each prints what it found as one line of JSON.
-Ten of them start at the same time, so modules that only one mode needs are imported there.
+Eight of them start at the same time, so modules that only one mode needs are imported there.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
     # No ring, no documents, shards that are too short for a share to mean something, and a document
     # that no layout makes faster.
     one: Any = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
-    short: Any = {name: x if x is None else x[:, :-8] for name, x in zigzag.items()}
+    arrays: Any = zigzag
+    short: Any = {name: x if x is None else x[:, :-8] for name, x in arrays.items()}
     assert WorkLog(1)(zigzag, "zigzag") == WorkLog(n)(one, "zigzag") == {}
     assert WorkLog(n)(short, "zigzag") == {}
     WorkLog(n)(one | {"segment_ids": np.ones((1, length), np.int32)}, "zigzag")
