@@ -79,7 +79,7 @@ WIDE = dataclasses.replace(
 @pytest.mark.parametrize(
     ("gpu", "kernels", "sizes", "config", "tokens"),
     [
-        ("a100", "mosaic_sm80", {"fsdp": 2, "seq": 2, "tensor": 2}, CONFIG, TOKENS),
+        ("a100", compiled.SMALL, {"fsdp": 2, "seq": 2, "tensor": 2}, CONFIG, TOKENS),
         ("h100", "mosaic_sm90", {"seq": 2}, WIDE, 32768),
     ],
     ids=["a100-fsdp2-seq2-tensor2", "h100-seq2-wide"],
