@@ -65,11 +65,13 @@ class _OneDevice(Route):
       shard: int32, the index of the device that it stands for.
       orders: int32 ``[n, 2, B, c]``, segment ids and positions of every device.
       ranks: int32 ``[n, B, z]``, the rank of every zone's tokens among those of all zones.
+      received: two arrays ``[n, B, z, K, H]``, in turn what is received as K and V of all zones.
     """
 
     shard: Any = None
     orders: Any = None
     ranks: Any = None
+    received: Any = None
 
     def source(self, offset: Offset | jax.Array) -> Any:
         """As on the device :attr:`shard`."""
@@ -82,9 +84,9 @@ class _OneDevice(Route):
         return tree
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """What every device gathers, but K and V are this device's."""
+        """What every device gathers; K and V are there already."""
         if x.dtype != jnp.int32:
-            return lax.optimization_barrier(jnp.broadcast_to(x, (self.size, *x.shape)))
+            return next(self.received)
         return self.orders[..., -x.shape[-1] :] if x.ndim == 3 else self.ranks
 
     def scatter_sum(self, x: jax.Array) -> jax.Array:
@@ -103,12 +105,15 @@ class _OneDeviceRequest(Request):
     shard: Any = None
     orders: Any = None
     ranks: Any = None
+    received: Any = None
 
     def route(self, q_length: int, kv_length: int, *, rotates_query: bool = False) -> Route:
         """The steps of the ring."""
         route = super().route(q_length, kv_length, rotates_query=rotates_query)
         fields = {field.name: getattr(route, field.name) for field in dataclasses.fields(Route)}
-        return _OneDevice(**fields, shard=self.shard, orders=self.orders, ranks=self.ranks)
+        return _OneDevice(
+            **fields, shard=self.shard, orders=self.orders, ranks=self.ranks, received=self.received
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,35 +160,43 @@ class PackedCase:
 
 
 def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
-    """``(forward, forward and backward)`` of one device, of ``(q, k, v, do, shard, ...)``.
-
-    The others are the fields of :class:`_OneDevice`.
-    """
+    """``(forward, forward and backward)`` of one device: of its arrays and its fields."""
     target = target_of(jnp.zeros(()))
 
-    def inputs_of(q: Any, k: Any, v: Any, shard: Any, orders: Any) -> AttentionInputs:
-        ids, order = orders[shard]
-        balanced = zone_size(layout) is not None
-        query = QuerySide(q, order if balanced else None, ids)
-        return AttentionInputs(query, KVSide(k, v, query.positions, ids))
-
-    def forward(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any, ranks: Any) -> Any:
-        del do
-        request = case.request(layout, shard=shard, orders=orders, ranks=ranks)
-        return ring_forward(
-            request, target, ring_inputs(request, inputs_of(q, k, v, shard, orders))
-        )
-
-    def both(q: Any, k: Any, v: Any, do: Any, shard: Any, orders: Any, ranks: Any) -> Any:
-        request = case.request(layout, shard=shard, orders=orders, ranks=ranks)
-        inputs = inputs_of(q, k, v, shard, orders)
+    def prepared(arrays: tuple[jax.Array, ...], device: dict[str, Any]) -> tuple[Any, ...]:
+        q, k, v, _ = arrays
+        ids, order = device["orders"][device["shard"]]
+        query = QuerySide(q, order if zone_size(layout) is not None else None, ids)
+        inputs = AttentionInputs(query, KVSide(k, v, query.positions, ids))
+        received = itertools.cycle(device["received"])
+        request = case.request(layout, **device | {"received": received})
         of_ring = ring_inputs(request, inputs)
-        carry = ring_forward(request, target, of_ring)
+        return request, inputs, of_ring, ring_forward(request, target, of_ring)
+
+    def forward(arrays: tuple[jax.Array, ...], device: dict[str, Any]) -> Any:
+        return prepared(arrays, device)[-1]
+
+    def both(arrays: tuple[jax.Array, ...], device: dict[str, Any]) -> Any:
+        request, inputs, of_ring, carry = prepared(arrays, device)
         (out, lse), residuals = outputs_and_residuals(request, inputs, of_ring, carry, {})
-        gradients = ring_backward(request, target, k.shape[2], residuals, (do, jnp.zeros_like(lse)))
+        cotangents = arrays[-1], jnp.zeros_like(lse)
+        gradients = ring_backward(request, target, case.kv_heads, residuals, cotangents)
         return out, gradients
 
     return jax.jit(forward), jax.jit(both)
+
+
+def device_fields(case: PackedCase, layout: str, orders: np.ndarray) -> dict[str, Any]:
+    """The fields of :class:`_OneDevice` on the first device, with :func:`order_of`'s ``orders``."""
+    zone = zone_size(layout) or 0
+    # Random: products of equal numbers take less power, so the GPU would run them faster.
+    received = case.devices, 1, zone, case.kv_heads, case.head_dim
+    keys = jax.random.split(jax.random.key(1))
+    return {
+        "shard": jnp.int32(0), "orders": jnp.asarray(orders),
+        "ranks": jnp.asarray(_ranks(orders, zone)),
+        "received": tuple(jax.random.normal(key, received, jnp.bfloat16) for key in keys),
+    }  # fmt: skip
 
 
 def whole(case: PackedCase) -> tuple[Any, Any]:
@@ -225,17 +238,12 @@ def measure(
         if not seed or mix in ("sft", "long mix")
     ]
     shapes = jax.eval_shape(lambda: case.arrays(case.tokens))
-    of_one = jax.ShapeDtypeStruct((), np.int32)
-    orders_shape = jax.ShapeDtypeStruct((case.devices, 2, 1, case.tokens), np.int32)
-
-    def ranks_shape(name: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((case.devices, 1, zone_size(name) or 0), np.int32)
-
+    any_order = np.zeros((case.devices, 2, 1, case.tokens), np.int32)
     names = {order_of(case, layout, lengths)[0] for *_, lengths in draws for layout in layouts}
 
     def compiled(name: str) -> list[Any]:
-        rest = of_one, orders_shape, ranks_shape(name)
-        lowered = [f.lower(*shapes, *rest) for f in programs(case, name)]
+        device = jax.eval_shape(lambda: device_fields(case, name, any_order))
+        lowered = [f.lower(shapes, device) for f in programs(case, name)]
         return [each.compile(compiler_options=_OPTIONS) for each in lowered]
 
     with ThreadPoolExecutor() as pool:
@@ -248,12 +256,9 @@ def measure(
         ideal = np.array([1e3 * median_time(call) / case.devices for call in calls])
         for layout in layouts:
             name, orders = order_of(case, layout, lengths)
-            given = (
-                *arrays,
-                jnp.asarray(orders),
-                jnp.asarray(_ranks(orders, zone_size(name) or 0)),
-            )
-            times = np.array([_times(made[name], given, i) for i in range(case.devices)])
+            device = device_fields(case, name, orders)
+            given = [device | {"shard": jnp.int32(i)} for i in range(case.devices)]
+            times = np.array([_times(made[name], arrays, each) for each in given])
             slowest = times.max(0)
             yield {
                 "mix": mix, "seed": seed, "documents": len(lengths), "longest": max(lengths),
@@ -270,11 +275,10 @@ def _ranks(orders: np.ndarray, zone: int) -> np.ndarray:
     return np.argsort(np.lexsort((order, ids))).astype(np.int32).reshape(n, batch, zone)
 
 
-def _times(programs: list[Any], given: tuple[Any, ...], shard: int) -> list[float]:
-    """Milliseconds of each program on the device of a shard."""
-    *arrays, orders, ranks = given
-    calls = [functools.partial(f, *arrays, jnp.int32(shard), orders, ranks) for f in programs]
-    return [1e3 * median_time(call, 3, 0.02) for call in calls]
+def _times(programs: list[Any], arrays: tuple[jax.Array, ...], device: Any) -> list[float]:
+    """Milliseconds of each program on a device."""
+    calls = [functools.partial(f, arrays, device) for f in programs]
+    return [1e3 * median_time(call, 5, 0.02) for call in calls]
 
 
 def run(args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
 from perplexity import start_of
+from run_options import tokenizer_of
 
 from burst_jax.command_line import Parser, integer, number, use_cpu_devices
 from burst_jax.data import TokenizerFile
@@ -38,7 +39,7 @@ def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFil
         texts = [text_of(path) for path in args.prompt_file] or [""]
     except (ValueError, OSError) as error:
         raise ValueError(f"--prompt-file: {error}") from None
-    tokenizer = TokenizerFile(args.model / "tokenizer.json")
+    tokenizer = tokenizer_of(args)
     encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
     start = start_of(tokenizer)
     return [np.concatenate([start, ids]).astype(np.int32) for ids in encoded], tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ from pallas_kernels import NAMES
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --model and its mesh, layout and dtype to a command line."""
+    """Adds --model, its tokenizer, mesh, layout and dtype to a command line."""
     add = parser.add_argument
     add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
+    add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model)")
     add("--adapter", type=folder, help="LoRA adapter of the model: a folder, as peft saves it")
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout (default: zigzag)")

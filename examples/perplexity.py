@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
+from run_options import tokenizer_of
 
 from burst_jax import ShardingRules
 from burst_jax.command_line import Parser, integer, use_cpu_devices
@@ -128,7 +129,7 @@ def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, computed on a mesh."""
     rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
     corpus = open_corpus(args.data)
-    tokenizer = TokenizerFile(args.model / "tokenizer.json") if corpus.reader.is_text else None
+    tokenizer = tokenizer_of(args) if corpus.reader.is_text else None
     parts = (
         window
         for ids in documents(corpus, tokenizer)
@@ -154,7 +155,10 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_inference_options(parser)
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="text, JSON lines or .npy tokens; file or folder")
+    add(
+        "--data", type=Path, required=True,
+        help='text, JSON lines with a "text" key, or .npy arrays of token ids; a file or a folder',
+    )  # fmt: skip
     add("--seq-len", type=integer(1), help="tokens (default: 4096, or the model's limit)")
     add("--stride", type=integer(1), help="tokens between window starts (default: --seq-len)")
     add("--packed", action="store_true", help="pack several documents into a sequence")

@@ -66,8 +66,12 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     parser = Parser(description="Train a language model on a mesh.")
     group = parser.add_argument_group
     add = group("text").add_argument
-    add("--data", type=Path, help="text files, JSON lines or arrays (default: Python's source)")
-    add("--tokenizer", type=Path, help="a tokenizer.json (default: bytes)")
+    add(
+        "--data", type=Path,
+        help='text files, JSON lines with a "text" key, or .npy arrays of token ids; a file or a '
+        "folder (default: Python's source)",
+    )  # fmt: skip
+    add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model, or bytes)")
     add(
         "--packing",
         choices=get_args(Packing),
@@ -80,7 +84,10 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
     add("--weights", choices=get_args(Weights), default="sharded", help="over batch and sequence")
     layouts = (*LAYOUTS, "balanced")
-    add("--layout", choices=layouts, default="zigzag", help="balanced: by each batch's documents")
+    add(
+        "--layout", choices=layouts, default="zigzag",
+        help="sequence layout, balanced: by each batch's documents (default: zigzag)",
+    )  # fmt: skip
     add("--microbatches", type=int, help="pipeline microbatches (default: number of stages)")
     add("--implementation", choices=NAMES, help="attention kernels")
     add("--coordinator", help="host:port of process 0")
@@ -318,7 +325,17 @@ def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | Tokeni
     if args.tokenizer is None and args.model is None:
         # A byte that no text contains, so that the model learns where documents end.
         return ByteTokens(separator=0)
-    return TokenizerFile(args.tokenizer or args.model / "tokenizer.json")
+    return tokenizer_of(args)
+
+
+def tokenizer_of(args: argparse.Namespace) -> TokenizerFile:
+    """The tokenizer of ``--tokenizer``, or of ``--model``; raises ValueError for a missing file."""
+    path = args.tokenizer or args.model / "tokenizer.json"
+    if args.tokenizer is None and not path.exists():
+        raise ValueError(
+            f"--model is {args.model}, which lacks tokenizer.json: name one with --tokenizer"
+        )
+    return TokenizerFile(path)
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -287,6 +287,11 @@ def _check_balanced(
             f"query has {sizes['T']} tokens, key {sizes['S']}, with layout {layout!r}: queries and "
             "keys must be the same tokens"
         )
+    if getattr(arguments, "backward", None) == "rotate_query":
+        raise NotImplementedError(
+            f"backward is 'rotate_query' with layout {layout!r}, in which K and V of the ring zone "
+            "are gathered: use 'auto'"
+        )
     other = [name for name in arrays if name not in _WITH_BALANCED and name != "query_offset"]
     other += [name for name in _STATIC_WITHOUT_BALANCED if getattr(arguments, name) is not None]
     other += [] if offset == 0 else ["query_offset"]

@@ -36,8 +36,8 @@ import numpy as np
 from burst_jax.errors import check_integer, shown
 from burst_jax.layouts.document_search import Found, RingCosts, pairs, search
 
-# A ring zone is one of these parts of a shard, so that at most six programs are compiled.
-_ZONE_PARTS = (16, 8, 4, 2, 1)
+# A ring zone is this many sixteenths of a shard, so that at most six programs are compiled.
+_ZONE_PARTS = (2, 4, 6, 8, 16)
 _ZONE_MULTIPLE = 128
 
 
@@ -141,7 +141,7 @@ class Placement:
 def zone_sizes(tokens_per_shard: int) -> tuple[int, ...]:
     """The sizes of ring zones that :func:`balance` chooses from, ascending.
 
-    They are 0, and 1/16, 1/8, 1/4, 1/2 and all of a shard, rounded up to multiples of 128 tokens
+    They are 0, and 1/8, 1/4, 3/8, 1/2 and all of a shard, rounded up to multiples of 128 tokens
     but never more than a shard. Each is a compiled program, so there are at most six.
 
     Args:
@@ -151,7 +151,8 @@ def zone_sizes(tokens_per_shard: int) -> tuple[int, ...]:
       ValueError: it is not a positive integer.
     """
     c = check_integer("tokens_per_shard", tokens_per_shard, 1)
-    sizes = {min(c, -(-c // (part * _ZONE_MULTIPLE)) * _ZONE_MULTIPLE) for part in _ZONE_PARTS}
+    multiple = _ZONE_MULTIPLE
+    sizes = {min(c, -(-c * part // (16 * multiple)) * multiple) for part in _ZONE_PARTS}
     return (0, *sorted(sizes))
 
 

@@ -37,20 +37,27 @@ class RingCosts:
     8 KV heads of 128, forward and backward, where 1 ms is 9.2e6 pairs (docs/performance.md).
 
     Attributes:
-      step: pairs in the time that one ring step takes besides its work.
-      zone_token: pairs in the time that one token of the ring zone takes in every ring step with
-        work for the device, besides that work: float32 results are read and written, and short
-        kernels leave a part of the GPU idle.
-      send: pairs in the time that one token of the ring zone takes to be sent in every ring step.
-        Sends are overlapped with the device's work.
+      zone: pairs in the time that a ring zone of any size takes: kernels that are launched one
+        after the other leave a part of the GPU idle as each ends.
+      zone_token: pairs in the time that each token of the ring zone takes, besides its work.
+      gathered_token: pairs in the time that each token of all zones together takes to be sorted and
+        its gradients to be sent back.
+      send: pairs in the time that one token takes to be sent by a device. Sends are overlapped with
+        the device's work.
+      step: pairs in the time that one ring step of another layout takes besides its work.
+      step_token: pairs in the time that one token of a shard takes in every such step with work:
+        float32 results are read and written.
       tile: tokens of a tile. A chunk of a split document wastes about one tile of queries.
       limit: a placement with a ring and more than this multiple of the mean work on a device is
         chosen only if there is no other; ``math.inf`` compares time alone.
     """
 
-    step: float = 7e5
-    zone_token: float = 500.0
+    zone: float = 1.2e7
+    zone_token: float = 630.0
+    gathered_token: float = 110.0
     send: float = 800.0
+    step: float = 7e5
+    step_token: float = 500.0
     tile: int = 128
     limit: float = 1.15
 
@@ -62,21 +69,33 @@ class RingCosts:
                     f"{field.name} is {shown(value)}: it must be a number, at least {least:d}"
                 )
 
-    def time(self, work: float, zone: int, num_shards: int, busy: int | None = None) -> float:
-        """The modelled time of a device, in pairs.
+    def time(self, work: float, zone: int, num_shards: int) -> float:
+        """The modelled time of a device in a balanced layout, in pairs.
 
         Args:
           work: pairs that the device computes.
           zone: tokens of the ring zone; 0 needs no ring.
           num_shards: number of shards on the ring.
-          busy: number of ring steps in which the device has work; None is all.
         """
         if not zone:
             return work
-        steps = num_shards - 1
-        busy = steps if busy is None else busy
-        exposed = max(0.0, steps * self.send * zone - work)
-        return work + steps * self.step + busy * self.zone_token * zone + exposed
+        tokens = self.zone_token + num_shards * self.gathered_token
+        return work + self.zone + tokens * zone + self._exposed(work, zone, num_shards)
+
+    def ring_time(self, work: float, shard: int, num_shards: int, busy: int) -> float:
+        """The modelled time of a device in a layout whose whole shards rotate, in pairs.
+
+        Args:
+          work: pairs that the device computes.
+          shard: tokens of a shard.
+          num_shards: number of shards on the ring.
+          busy: number of ring steps in which the device has work.
+        """
+        steps = (num_shards - 1) * self.step + busy * self.step_token * shard
+        return work + steps + self._exposed(work, shard, num_shards)
+
+    def _exposed(self, work: float, tokens: int, num_shards: int) -> float:
+        return max(0.0, (num_shards - 1) * self.send * tokens - work)
 
 
 class Piece(NamedTuple):

@@ -110,12 +110,15 @@ def work_report(
     wasted = sum((wasted for _, wasted in each), np.zeros(n))
     sent = length // n if zone is None else zone
     total, by_device = int(pairs.sum()), pairs.sum(1)
-    of_others = ~np.eye(n, dtype=bool)
-    busy = ((pairs > 0) & of_others).sum(1)
-    slowest = max(
-        costs.time(work, sent * len(segment_ids), n, steps)
-        for work, steps in zip((by_device + wasted).tolist(), busy.tolist(), strict=True)
-    )
+    of_others, done = ~np.eye(n, dtype=bool), (by_device + wasted).tolist()
+    tokens = sent * len(segment_ids)
+    if zone is None:
+        busy = ((pairs > 0) & of_others).sum(1).tolist()
+        steps = zip(done, busy, strict=True)
+        times = [costs.ring_time(work, tokens, n, count) for work, count in steps]
+    else:
+        times = [costs.time(work, tokens, n) for work in done]
+    slowest = max(times)
     return WorkReport(
         pairs=pairs,
         balance=int(by_device.max()) * n / total if total else 1.0,

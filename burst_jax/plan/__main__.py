@@ -14,26 +14,32 @@ import numpy as np
 
 from burst_jax.command_line import Parser, integer, number
 from burst_jax.errors import shown
-from burst_jax.models import DecoderConfig, load_config
+from burst_jax.layers.rope import Llama3Rope
+from burst_jax.models import DecoderConfig, check_trained_length, load_config
+from burst_jax.models.hf.trained_length import warn_beyond
 from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, training
 from burst_jax.training.adam import Moments
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _SIZES = (
     "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
-    "rope_theta",
 )  # fmt: skip
 _LLAMA: dict[str, Any] = {"norm_epsilon": 1e-5, "qk_norm": False}
-# Sizes, and what differs from DecoderConfig's defaults.
-SHAPES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
-    "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256, 5e5), _LLAMA),
-    "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256, 5e5), _LLAMA),
-    "llama-3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256, 5e5), _LLAMA | {"tie_embeddings": True}),
-    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6), _LLAMA),
-    "qwen-2.5-7b": (
-        (28, 3584, 28, 4, 128, 18944, 152064, 1e6), {"qkv_bias": True, "qk_norm": False}
+_LLAMA_3 = _LLAMA | {"rope_theta": 5e5}
+_LLAMA_3_2 = {"rope": Llama3Rope(5e5, factor=32.0), "tie_embeddings": True}
+_QWEN_2_5 = {"rope_theta": 1e6, "qkv_bias": True, "qk_norm": False}
+# Sizes, max_position_embeddings, and what differs from DecoderConfig's defaults.
+SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256), 8192, _LLAMA_3),
+    "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256), 8192, _LLAMA_3),
+    "llama-3.1-8b": (
+        (32, 4096, 32, 8, 128, 14336, 128256), 131072,
+        _LLAMA | {"rope": Llama3Rope(5e5, factor=8.0)},
     ),
-    "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936, 1e6), {}),
+    "llama-3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256), 131072, _LLAMA | _LLAMA_3_2),
+    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32768), 32768, _LLAMA | {"rope_theta": 1e6}),
+    "qwen-2.5-7b": ((28, 3584, 28, 4, 128, 18944, 152064), 131072, _QWEN_2_5),
+    "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936), 40960, {"rope_theta": 1e6}),
 }  # fmt: skip
 
 
@@ -45,7 +51,7 @@ def config_of(name: str) -> DecoderConfig:
     """
     if name not in SHAPES:
         raise ValueError(f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder")
-    sizes, variant = SHAPES[name]
+    sizes, _, variant = SHAPES[name]
     config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | variant
     return DecoderConfig(**config, dtype=jnp.bfloat16)
 
@@ -71,8 +77,9 @@ def _parser() -> tuple[Parser, list[argparse.Action], list[argparse.Action]]:
     parser.add_argument("--hosts", type=integer(1, 1024), default=1)
     parser.add_argument("--gpus-per-host", type=integer(1, 72), default=8)
     parser.add_argument(
-        "--host-link", type=number(1e-3), default=50.0, help="GB/s of one GPU to another host"
-    )
+        "--host-link", type=number(1e-3),
+        help="GB/s of one GPU to another host (default: that of --gpu, 25 for A100, otherwise 50)",
+    )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
         help="also write the plan here, with the recommended mesh and arguments; - is stdout",
@@ -124,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = _attention(cluster, {k: v for k, v in given.items() if v is not None})
         else:
             found = training(
-                _config(args.model), **cluster, moments=args.moments,
+                _config(args.model, args.length), **cluster, moments=args.moments,
                 moment_dtype=args.moment_dtype or "float32",
             )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
@@ -166,11 +173,16 @@ def _load_array(path: Path) -> np.ndarray:
     return found
 
 
-def _config(model: str) -> DecoderConfig:
-    if Path(model).is_dir():
-        # As examples/train_lm.py loads it.
-        return load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    return config_of(model)
+def _config(model: str, length: int) -> DecoderConfig:
+    """The decoder of ``--model``; warns as examples/train_lm.py does about a longer ``length``."""
+    if not Path(model).is_dir():
+        config = config_of(model)
+        warn_beyond(SHAPES[model][1], "--length", length)
+        return config
+    # As examples/train_lm.py loads it.
+    config = load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    check_trained_length(config, "--length", length)
+    return config
 
 
 if __name__ == "__main__":

@@ -25,6 +25,13 @@ from burst_jax.ring.ulysses import check_heads
 # rings are within it (``python -m benchmarks plan``).
 ACCURACY = 0.03
 _MIB = 2**20
+# The printed code begins with these lines.
+IMPORTS = (
+    "    import burst_jax",
+    "    import jax",
+    "    from jax.sharding import AxisType",
+    "",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +124,10 @@ class AttentionPlan:
         layout = f"{as_python(best.layout)}, {math.prod(best.strategy.sizes)}"
         lines = [
             f"recommended: {best.strategy.name}, {best.layout}",
+            *IMPORTS,
             f"    {mesh_code(mesh)}",
-            f"    burst_attention(..., mesh=mesh, {arguments})",
-            f"    # permute the tokens: to_layout(..., {layout})",
+            f"    out = burst_jax.burst_attention(query, key, value, mesh=mesh, {arguments})",
+            f"    # permute the tokens: burst_jax.to_layout(..., {layout})",
         ]
         if best.host_bytes < fastest.host_bytes:
             slower = best.seconds / fastest.seconds - 1
@@ -167,7 +175,7 @@ def attention(
     gpu: str | Gpu = "h200",
     hosts: int = 1,
     gpus_per_host: int = 8,
-    host_link: float = 50.0,
+    host_link: float | None = None,
     block_mask: np.ndarray | jax.Array | None = None,
     **masks: Unpack[StaticMasks],
 ) -> AttentionPlan:
@@ -189,7 +197,7 @@ def attention(
       gpu: a name in :data:`burst_jax.plan.GPUS`, or a :class:`burst_jax.plan.Gpu`.
       hosts: number of hosts.
       gpus_per_host: number of GPUs per host.
-      host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).
+      host_link: GB/s that one GPU sends to another host; None is the GPU's (``Gpu.host_link``).
       block_mask: as in :func:`burst_jax.burst_attention`, where it must be a NumPy array for ring
         steps to be skipped as planned. With a mask per head, a block counts if some head attends
         to it.

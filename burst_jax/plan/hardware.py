@@ -32,6 +32,7 @@ class Gpu:
       matmul: TFLOP/s of large 16-bit matmuls in a training step; None is ``forward``.
       peak: TFLOP/s of the data sheet, for MFU; None omits the MFU.
       host_copy: GB/s to host memory, and the same back at the same time.
+      host_link: GB/s that one GPU sends to another host, unless the plan is given another rate.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Gpu:
     matmul: float | None = None
     peak: float | None = None
     host_copy: float = 50.0
+    # A 400 Gbit/s adapter for each GPU: a DGX H100 or H200 has eight ConnectX-7 (its user guide).
+    host_link: float = 50.0
 
 
 _H200 = Gpu(
@@ -64,12 +67,14 @@ GPUS = {
     ),
     # FlashAttention-2 on an A100 at 16K tokens, full mask (arXiv 2307.08691): forward 73 % of the
     # peak, 203 forward and backward. On an H100 mosaic_sm80 makes 1.05 and 1.06 of its rates, under
-    # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80 (docs/performance.md).
+    # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80 (docs/performance.md). A DGX A100
+    # has a 200 Gbit/s adapter for each GPU, eight ConnectX-6 (its user guide), behind PCIe 4 x16.
     "a100": Gpu(
         "a100", 80, 228, 200, 0.80, 25e-6, 1600, 87, "reordered",
         "not measured on an A100: FlashAttention-2's published rates there times the ratio to it "
         "on an H100 (docs/performance.md); NVLink at the H200's share of its peak",
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
+        host_link=25.0,
     ),
 }  # fmt: skip
 GPUS["a100-40gb"] = dataclasses.replace(
@@ -113,8 +118,8 @@ class Cluster:
         return gpu.link if gpu.exchange_link is None else gpu.exchange_link
 
 
-def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float) -> Cluster:
-    """The cluster of a plan's arguments.
+def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float | None) -> Cluster:
+    """The cluster of a plan's arguments; ``host_link`` None is the GPU's.
 
     Raises:
       ValueError: an unknown GPU, or a number that is not positive.
@@ -123,10 +128,10 @@ def cluster_of(gpu: str | Gpu, hosts: int, gpus_per_host: int, host_link: float)
         gpu = gpu.lower()
     hosts = check_integer("hosts", hosts, 1)
     gpus_per_host = check_integer("gpus_per_host", gpus_per_host, 1)
-    if not isinstance(host_link, int | float) or not 0 < host_link < math.inf:
-        raise ValueError(f"host_link is {host_link!r}: it must be a positive number of GB/s")
     if isinstance(gpu, str) and gpu not in GPUS:
         raise ValueError(f"gpu is {gpu!r}: use one of {', '.join(map(repr, GPUS))}, or a Gpu")
-    return Cluster(
-        GPUS[gpu] if isinstance(gpu, str) else gpu, hosts, gpus_per_host, float(host_link)
-    )
+    known = GPUS[gpu] if isinstance(gpu, str) else gpu
+    link = known.host_link if host_link is None else host_link
+    if not isinstance(link, int | float) or not 0 < link < math.inf:
+        raise ValueError(f"host_link is {link!r}: it must be a positive number of GB/s")
+    return Cluster(known, hosts, gpus_per_host, float(link))

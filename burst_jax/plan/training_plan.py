@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.plan.attention_plan import as_arguments, as_python, mesh_code
+from burst_jax.plan.attention_plan import IMPORTS, as_arguments, as_python, mesh_code
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.step_memory import StepMemory
 from burst_jax.plan.step_time import StepSeconds
@@ -107,16 +107,15 @@ class TrainingPlan:
         """The recommended estimate, or None if none fits.
 
         Of those that take at most :data:`AS_FAST` times as long as the fastest that fits, it is one
-        that needs no host memory, if there is one; of these one that sends the fewest bytes to
-        other hosts; of these one with the smallest Ulysses axis; of these the one that needs the
-        least memory.
+        that needs the least host memory; of these one that sends the fewest bytes to other hosts;
+        of these one with the smallest Ulysses axis; of these the one that needs the least memory.
         """
         fit = list(filter(self.fits, self.estimates))
         as_fast = [each for each in fit if each.seconds.total <= AS_FAST * fit[0].seconds.total]
 
-        def cost(each: StepEstimate) -> tuple[bool, int, int, int]:
+        def cost(each: StepEstimate) -> tuple[int, int, int, int]:
             memory = each.memory
-            return memory.host > 0, each.ring_host_bytes, each.strategy.ulysses, memory.total
+            return memory.host, each.ring_host_bytes, each.strategy.ulysses, memory.total
 
         return min(as_fast, key=cost, default=None)
 
@@ -227,29 +226,40 @@ class TrainingPlan:
         moments += ['moments="host"'] if strategy.moments == "host" else []
         count = strategy.remat_layers
         lines = [
-            "recommended:",
+            "recommended, with your config, seed and "
+            f"{'learning_rate and steps' if moments else 'optimizer'}:",
+            "    import dataclasses",
+            *IMPORTS,
             f"    {mesh_code(strategy.mesh)}",
             f'    config = dataclasses.replace(config, remat="{strategy.remat}", '
             + ("" if count is None else f"remat_layers={count}, ")
             + f"mlp_chunks={strategy.mlp_chunks})",
         ]
         if moments:
-            lines.append(f"    optimizer = make_optimizer(..., {', '.join(moments)})")
+            lines += [
+                "    optimizer = burst_jax.training.make_optimizer(",
+                f"        learning_rate, steps, {', '.join(moments)}",
+                "    )",
+            ]
         if rules is not None:
             axes = as_arguments(dataclasses.asdict(rules))
             lines.append(f"    rules = burst_jax.ShardingRules({axes})")
             options = f"rules=rules, {options}"
         layout = f"layout={as_python(strategy.layout)}, num_shards={strategy.seq}"
         lines += [
-            f"    init_train_state(config, optimizer, mesh, seed, {options})",
-            f"    # permute the tokens: make_batch(..., {layout})",
+            "    graphdef, params, opt_state = burst_jax.training.init_train_state(",
+            f"        config, optimizer, mesh, seed, {options}",
+            "    )",
+            f"    # permute the tokens: burst_jax.training.make_batch(..., {layout})",
         ]
         return [*lines, *self._command(best, model), *self._reason(best)]
 
     def _command(self, best: StepEstimate, model: str) -> list[str]:
         """The command of ``examples/train_lm.py``, below comments on the variables that it sets."""
         hosts, gpu, gpus = self.cluster.hosts, self.cluster.gpu, self.cluster.gpus
-        lines, words = [], []
+        lines = ["    # DIR: the checkpoint's folder. "] if model == "DIR" else ["    # "]
+        lines[0] += "DATA: text files, JSON lines or arrays of token ids."
+        words = []
         if best.memory.total > _JAX_PREALLOCATES * gpu.memory * _GIB:
             lines.append("    # By default JAX preallocates three quarters of a GPU's memory.")
             words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
@@ -262,7 +272,8 @@ class TrainingPlan:
             lines.append(f"    # One process per GPU; without SLURM start {self.cluster.size} of")
             lines[-1] += " them, with --coordinator, --num-processes and --process-id."
             words.append(f"srun --nodes={hosts} --ntasks-per-node={gpus} --gpus-per-node={gpus}")
-        words += ["python examples/train_lm.py --model", shlex.quote(model), *best.strategy.flags]
+        words += ["python examples/train_lm.py --model", shlex.quote(model), "--data DATA"]
+        words += best.strategy.flags
         words += ["--seq-len", str(self.length), "--batch", str(self.batch)]
         if self.moment_dtype != "float32":
             words += ["--moment-dtype", self.moment_dtype]
@@ -275,24 +286,33 @@ class TrainingPlan:
         if best is fastest or slower < _SHOWN:
             return []
         gains = []
-        if fastest.memory.host > 0 and best.memory.host == 0:
-            gains.append("no host memory")
+        if best.memory.host < fastest.memory.host:
+            freed = (fastest.memory.host - best.memory.host) / _GIB
+            less = f"{freed:.1f} GiB less host memory per GPU"
+            gains.append(less if best.memory.host else "no host memory")
         if best.ring_host_bytes < fastest.ring_host_bytes:
             share = best.ring_host_bytes / fastest.ring_host_bytes
             gains.append(f"{share:.0%} of the ring's bytes to other hosts")
+        if best.strategy.ulysses < fastest.strategy.ulysses:
+            gains.append("a smaller Ulysses axis")
         saved = (fastest.memory.total - best.memory.total) / _GIB
         if saved > 0:
             gains.append(f"{saved:.1f} GiB less memory per GPU")
-        cells = self._cells(fastest)
+        cells = zip(_DIFFERENCES, self._cells(fastest), self._cells(best), strict=False)
+        differences = [text.format(theirs) for text, theirs, ours in cells if theirs != ours]
         return [
-            f"    # {slower:.1%} slower than the fastest that fits ({cells[0]}, {cells[1]} weights,"
-            f" {cells[3]}), within the model's error, but {', '.join(gains)}"
+            f"    # {slower:.1%} slower than the fastest that fits ({', '.join(differences)}),"
+            f" within the model's error, but {', '.join(gains)}"
         ]
 
 
 _HEADING = (
     "mesh", "weights", "layout", "remat", "mlp chunks", "moments", "s", "tokens/s", "MFU", "GiB",
     "host GiB",
+)  # fmt: skip
+# What another strategy differs in, for the first columns.
+_DIFFERENCES = (
+    "mesh {}", "{} weights", "{} layout", "remat {}", "mlp chunks {}", "moments on the {}",
 )  # fmt: skip
 
 

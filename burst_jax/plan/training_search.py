@@ -37,7 +37,7 @@ def training(
     gpu: str | Gpu = "h200",
     hosts: int = 1,
     gpus_per_host: int = 8,
-    host_link: float = 50.0,
+    host_link: float | None = None,
     moment_dtype: DTypeLike = jnp.float32,
     moments: Moments | None = None,
 ) -> TrainingPlan:
@@ -58,7 +58,7 @@ def training(
       gpu: a name in :data:`burst_jax.plan.GPUS`, or a :class:`burst_jax.plan.Gpu`.
       hosts: number of hosts.
       gpus_per_host: number of GPUs per host.
-      host_link: GB/s that one GPU sends to another host (50: one 400 Gbit/s adapter per GPU).
+      host_link: GB/s that one GPU sends to another host; None is the GPU's (``Gpu.host_link``).
       moment_dtype: float32 or bfloat16, of AdamW's moments.
       moments: "device" or "host", the memory that they are in; None compares both.
 

@@ -13,7 +13,6 @@ from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import ChunkedSend, Offset
 from burst_jax.ring.schedule import Send, Step, backward_schedule, step_name
-from burst_jax.ring.zone import ZoneBackward
 from pallas_kernels import AttentionInputs, Implementation
 from pallas_kernels.inputs import PerHead, Side
 
@@ -30,10 +29,9 @@ def backward(
     ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
     this device alone: they are still to be summed over the ring.
     """
-    if gathered.gathers(request, inputs.q_length):
+    if request.zone is not None:
         return gathered.backward(request, implementation, inputs)
-    local = LocalBackward if request.zone is None else ZoneBackward
-    kernels = local(request, implementation, inputs, rotation)
+    kernels = LocalBackward(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)
     state = _BackwardState(kernels)
     for index, step in enumerate(steps):
@@ -55,7 +53,7 @@ class _BackwardState:
         whose kernel added to it last.
     """
 
-    def __init__(self, kernels: LocalBackward | ZoneBackward):
+    def __init__(self, kernels: LocalBackward):
         self._kernels, self._route = kernels, kernels.route
         self.block = kernels.rotating
         self.stationary: Any = None

@@ -12,7 +12,6 @@ from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import ChunkedSend
 from burst_jax.ring.schedule import forward_schedule, step_name
-from burst_jax.ring.zone import ZoneForward
 from pallas_kernels import AttentionInputs, Implementation, vary, varying_axes
 from pallas_kernels.inputs import Carry
 
@@ -22,10 +21,9 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
-    if gathered.gathers(request, inputs.q_length):
+    if request.zone is not None:
         return gathered.forward(request, implementation, inputs)
-    local = LocalForward if request.zone is None else ZoneForward
-    kernel = local(request, implementation, inputs)
+    kernel = LocalForward(request, implementation, inputs)
     block = kernel.block
     route, schedule = kernel.route, forward_schedule(kernel.route)
     carry: Any = None

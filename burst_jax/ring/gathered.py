@@ -1,29 +1,33 @@
-"""Small ring zones are gathered instead of rotated: split documents are then one sequence.
+"""The attention in a balanced layout: whole documents need no ring, and split ones few kernels.
 
-A ring over small zones runs many short kernels. If the zones of all devices together have at most
-:data:`MOST_SHARDS` times the tokens of a shard, every device gets all of them at once. Sorted by
-document and position their keys are one sequence, of which each query attends to one range, and the
-attention is two independent ones::
+A ring over zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads and
+writes results in float32. So every device gets the zones of all devices at once; if they have more
+than :data:`MOST_SHARDS` times the tokens of a shard, a slice of every zone at a time. Sorted by
+document and position the keys of a slice are one sequence, of which each query attends to one
+range, and the attention is two independent ones::
 
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
 
-No query has keys in both, so nothing is merged, and results are rounded as they are written.
-Kernels, and what is sent meanwhile::
+No query has keys in both, so their results are not merged. With two slices the kernels, and what
+is sent meanwhile, are::
 
-    forward     whole documents                all-gather of K and V of the zones
-                split documents
+    forward     whole documents             all-gather of K and V of slice 0
+                split documents, slice 0    all-gather of K and V of slice 1
+                split documents, slice 1
 
-    backward    whole documents, first half    all-gather of K and V of the zones
-                split documents
-                whole documents, second half   reduce-scatter of their gradients, in float32
+    backward    delta, zeros, tile bounds   all-gather of K and V of slice 0
+                split documents, slice 0    all-gather of K and V of slice 1
+                split documents, slice 1    reduce-scatter of gradients of slice 0
+                whole documents             reduce-scatter of gradients of slice 1
 
-The bytes are those of a ring that rotates K and V. (As many permutes at once are not overlapped:
-XLA runs all but four of them one after the other.)
+Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many
+permutes at once are not overlapped: XLA runs all but four of them one after the other.)
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -31,13 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.ring.local import Gradients, bounds_of_parts
+from burst_jax.ring.local import Gradients
 from burst_jax.ring.request import Request
 from burst_jax.ring.schedule import step_name
 from burst_jax.ring.zone import (
     LAST,
     Order,
     Shard,
+    indices,
     key_limits,
     tokens_from,
     without_mask,
@@ -47,19 +52,13 @@ from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, var
 from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, PerHead
 
-# The zones of all devices are gathered if they have at most as many tokens as this many shards.
-MOST_SHARDS = 4
+# The slices that are gathered at once have at most as many tokens as this many shards.
+MOST_SHARDS = 2
 
 
-def gathers(request: Request, length: int) -> bool:
-    """Whether the zones of a balanced layout are gathered, on shards of this length.
-
-    Queries that the caller wants to rotate are rotated.
-    """
-    zone, n = request.zone, request.ring_size
-    if not zone or n == 1 or request.rotation == "rotate_query":
-        return False
-    return zone < length and n * zone <= MOST_SHARDS * length
+def _sends(request: Request) -> bool:
+    """Whether a device needs other shards."""
+    return bool(request.zone) and request.ring_size > 1
 
 
 class _Documents:
@@ -71,15 +70,23 @@ class _Documents:
       specs: of ``whole`` and of ``split``.
       shard: this device's shard.
       route: the ring.
-      is_split: bool ``[B, z]``: which tokens of this device's zone are of split documents.
+      slices: the slices of a zone, of its tokens.
+      parts: K and V of each slice of this device's zone, ``[B, slice, K, H]``.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
         assert request.zone is not None
         zone, self.route = request.zone, request.route(request.zone, request.zone)
-        self.shard = shard = Shard(request, self.route, inputs)
+        self.shard = shard = Shard(request, inputs)
+        count = min(zone, -(-self.route.size * zone // (MOST_SHARDS * inputs.q_length)))
+        edges = [zone * i // count for i in range(count + 1)]
+        self.slices = [slice(*pair) for pair in itertools.pairwise(edges)]
         own = Order.of(inputs.query, shard.outside)
-        everyone = self.route.gather(jnp.stack(own))
+        kv = without_order(tokens_from(inputs.kv, shard.outside))
+        parts = [(kv.k[:, part], kv.v[:, part]) for part in self.slices]
+        # XLA would gather the order, which the first kernel needs, in one operation with K and V
+        # that is sent during that kernel. The same below.
+        everyone, parts = lax.optimization_barrier((self.route.gather(jnp.stack(own)), parts))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
@@ -87,64 +94,99 @@ class _Documents:
         zones = Order(everyone[:, 0], everyone[:, 1])
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
-        here = document[jnp.asarray(self.route.source(self.route.local))]
-        self.is_split = (ids != 0) & (document.sum(0) > here)
-        _, _, rank, starts, ends = counts.sum(1)
-        starts, ends = (jnp.where(self.is_split, x, 0) for x in (starts, ends))
-        self._rank = _one_sequence(self.route.gather(rank))
-        index = jnp.broadcast_to(jnp.arange(self._rank.shape[1], dtype=jnp.int32), self._rank.shape)
-        # Padding comes last, where nothing attends to it.
-        self._order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(self._rank, index)
-        local = jnp.pad(~self.is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
+        here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
+        self._is_split = (ids != 0) & (document.sum(0) > document[here])
+        self._contradicts = self._is_outside(inputs, zones.segment_ids, here)
+        # A slice is a range of a sorted zone.
+        of_slices = [
+            jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
+            for part in self.slices
+        ]
+        ranks = [of[0, :, part] for of, part in zip(of_slices, self.slices, strict=True)]
+        ranks = self.route.gather(jnp.concatenate(ranks, 1))
+        ranks, self.parts = lax.optimization_barrier((ranks, parts))
+        self._ranks = [_one_sequence(ranks[..., part]) for part in self.slices]
+        self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
+        local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        places: Any = np.arange(zone, dtype=np.int32)
-        query = query._replace(positions=places, kv_starts=starts, kv_ends=ends)
-        kv = without_order(tokens_from(inputs.kv, shard.outside))
-        self.split = AttentionInputs(query, kv, inputs.shared)
+        query = query._replace(positions=indices(zone))
+        self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
-    def gather(self) -> tuple[jax.Array, jax.Array]:
-        """K and V of all zones, ``[n, B, z, K, H]``."""
-        return self.route.gather(self.split.kv.k), self.route.gather(self.split.kv.v)
+    def _is_outside(self, inputs: AttentionInputs, zones: jax.Array, here: jax.Array) -> jax.Array:
+        """Bool ``[B]``, whether a split document has tokens before this device's zone.
 
-    def with_keys(self, zones: tuple[jax.Array, jax.Array]) -> AttentionInputs:
-        """``split`` with the keys of all zones, sorted by document."""
-        k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), self._order) for x in zones)
-        places: Any = np.arange(k.shape[1], dtype=np.int32)
-        return self.split._replace(kv=self.split.kv._replace(k=k, v=v, positions=places))
+        The layout then is that of another placement. Split documents have the highest ids, so only
+        the last document before the zone may be one. It is in the zones of other devices.
+        """
+        if not self.shard.outside:
+            return jnp.zeros(inputs.query.q.shape[0], bool)
+        last = Order.of(inputs.query).segment_ids[:, self.shard.outside - 1]
+        others = indices(self.route.size)[:, None, None] != here
+        return ((zones == last[:, None]) & others).any((0, 2)) & (last != 0)
 
-    def by_zone(self, x: jax.Array) -> jax.Array:
-        """A gradient of sorted keys, of each zone: ``[n, B, z, K, H]``."""
-        unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._rank)
+    def gather(self, parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
+        """The first of these slices of all zones, ``[n, B, slice, K, H]``; nothing of none."""
+        return tuple(map(self.route.gather, parts[0])) if parts else ()
+
+    def with_keys(self, index: int, zones: tuple[jax.Array, ...]) -> AttentionInputs:
+        """``split`` with the keys of a slice of all zones, sorted by document."""
+        rank = self._ranks[index]
+        tokens = jnp.broadcast_to(jnp.arange(rank.shape[1], dtype=jnp.int32), rank.shape)
+        # Padding comes last, where nothing attends to it.
+        order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(rank, tokens)
+        k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), order) for x in zones)
+        starts, ends = self._ranges[index]
+        query = self.split.query._replace(kv_starts=starts, kv_ends=ends)
+        kv = self.split.kv._replace(k=k, v=v, positions=indices(k.shape[1]))
+        return self.split._replace(query=query, kv=kv)
+
+    def by_zone(self, index: int, x: jax.Array) -> jax.Array:
+        """A gradient of a slice's sorted keys, of each zone: ``[n, B, slice, K, H]``."""
+        unsorted = jax.vmap(lambda x, rank: x[rank])(x, self._ranks[index])
         batch, tokens, *rest = x.shape
         shape = batch, self.route.size, tokens // self.route.size, *rest
         return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
     def combined(self, whole: Carry, split: Carry) -> Carry:
-        """Out and lse of the shard."""
-        first, is_split = self.shard.outside, self.is_split
+        """Out and lse of the shard; NaN in the zone if the placement contradicts the layout."""
+        first, is_split = self.shard.outside, self._is_split
         out = jnp.where(is_split[:, :, None, None], split[0], whole[0][:, first:])
         lse = jnp.where(is_split[:, None], split[1], whole[1][:, :, first:])
+        wrong = self._contradicts[:, None, None]
+        out = jnp.where(wrong[..., None], jnp.asarray(jnp.nan, out.dtype), out)
+        lse = jnp.where(wrong, jnp.asarray(jnp.nan, lse.dtype), lse)
         return self.shard.with_results_of_zone(whole, (out, lse))
 
 
 def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
     """As :func:`burst_jax.ring.forward.forward`."""
-    documents, dtype = _Documents(request, inputs), inputs.query.q.dtype
-    of_whole, of_split = documents.specs
+    dtype = inputs.query.q.dtype
+    run_jitted = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
 
-    def run(inputs: AttentionInputs, spec: Any) -> Carry:
+    def run(inputs: AttentionInputs, carry: Carry | None, spec: Any, out_dtype: Any) -> Carry:
         bounds = implementation.forward_bounds(inputs, spec=spec)
-        return implementation.forward(inputs, bounds, None, spec=spec, out_dtype=dtype)
+        return run_jitted(inputs, bounds, carry, spec=spec, out_dtype=out_dtype)
 
+    if not _sends(request):
+        shard = Shard(request, inputs)
+        return run(shard.inputs, None, shard.spec, dtype)
+    documents = _Documents(request, inputs)
+    of_whole, of_split = documents.specs
+    # What is gathered later passes each step's barrier: XLA would gather it early.
+    parts = documents.parts
     with jax.named_scope(step_name("forward", 0)):
-        zones, whole = documents.gather(), run(documents.whole, of_whole)
-        zones, whole = lax.optimization_barrier((zones, whole))
-    with jax.named_scope(step_name("forward", 1)):
-        split = run(documents.with_keys(zones), of_split)
-        results = documents.combined(whole, split)
-    out, lse = (lax.optimization_barrier(x) for x in results)
+        zones, whole = documents.gather(parts), run(documents.whole, None, of_whole, dtype)
+        zones, parts, whole = lax.optimization_barrier((zones, parts[1:], whole))
+    split: Any = None
+    for index in range(len(documents.slices)):
+        with jax.named_scope(step_name("forward", index + 1)):
+            following = documents.gather(parts)
+            keys = documents.with_keys(index, zones)
+            split = run(keys, split, of_split, dtype if not parts else None)
+            zones, parts, split = lax.optimization_barrier((following, parts[1:], split))
+    out, lse = (lax.optimization_barrier(x) for x in documents.combined(whole, split))
     return vary((out, lse), varying_axes(inputs))
 
 
@@ -152,32 +194,52 @@ def backward(
     request: Request, implementation: Implementation, inputs: AttentionInputs
 ) -> tuple[jax.Array, Dkv, PerHead]:
     """As :func:`burst_jax.ring.backward.backward`."""
-    documents = _Documents(request, inputs)
-    of_whole, of_split = documents.specs
-    whole = Gradients(implementation, of_whole, implementation.dq_accumulator, None)
-    split = Gradients(implementation, of_split, implementation.dq_accumulator, None)
-    bounds = implementation.backward_bounds(documents.whole, spec=of_whole)
-    parts = bounds_of_parts(implementation, bounds)
+    if not _sends(request):
+        return _backward_alone(request, implementation, inputs)
+    documents, accumulator = _Documents(request, inputs), implementation.dq_accumulator
+    route, (of_whole, of_split) = documents.route, documents.specs
+    split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
+    parts, dq, sums, reduced = documents.parts, None, (), []
     with jax.named_scope(step_name("backward", 0)):
-        zones, results = (
-            documents.gather(),
-            whole(documents.whole, parts.get("first", bounds), None, None),
-        )
-        zones, results = lax.optimization_barrier((zones, results))
-    with jax.named_scope(step_name("backward", 1)):
-        gathered = documents.with_keys(zones)
-        bounds = implementation.backward_bounds(gathered, spec=of_split)
-        dq, dkv = split(gathered, bounds, None, None)
-        dq, sums = split.dq(dq, gathered), tuple(map(documents.by_zone, dkv))
-        dq, sums, results = lax.optimization_barrier((dq, sums, results))
-    with jax.named_scope(step_name("backward", 2)):
-        zone = tuple(map(documents.route.scatter_sum, sums))
-        if "second" in parts:
-            results = whole(documents.whole, parts["second"], *results)
-        zone, results = lax.optimization_barrier((zone, results))
-    dq_whole, (dk, dv) = whole.dq(results[0], documents.whole), results[1]
-    add_zone = documents.shard.add_zone
-    return add_zone(dq_whole, dq), (add_zone(dk, zone[0]), add_zone(dv, zone[1])), {}
+        zones, parts = lax.optimization_barrier((documents.gather(parts), parts[1:]))
+    for index in range(len(documents.slices)):
+        with jax.named_scope(step_name("backward", index + 1)):
+            following, of_zone = documents.gather(parts), tuple(map(route.scatter_sum, sums))
+            keys = documents.with_keys(index, zones)
+            bounds = implementation.backward_bounds(keys, spec=of_split)
+            # The sum of dQ must be able to hold what the keys of all slices add to it.
+            dq = split.zeros(documents.split, bounds) if dq is None else dq
+            dq, dkv = split(keys, bounds, dq, None)
+            sums = tuple(documents.by_zone(index, x) for x in dkv)
+            zones, parts, of_zone, sums, dq = lax.optimization_barrier(
+                (following, parts[1:], of_zone, sums, dq)
+            )
+            reduced += [of_zone] if of_zone else []
+    # Last, because there is more to send than at first, and because in one kernel it takes less
+    # time than in two.
+    with jax.named_scope(step_name("backward", len(documents.slices) + 1)):
+        whole, of_zone = documents.whole, tuple(map(route.scatter_sum, sums))
+        bounds = implementation.backward_bounds(whole, spec=of_whole)
+        gradients = Gradients(implementation, of_whole, accumulator, None)
+        results = gradients(whole, bounds, None, None)
+        reduced.append(of_zone)
+        reduced, results = lax.optimization_barrier((reduced, results))
+    dk, dv = (jnp.concatenate(slices, 1) for slices in zip(*reduced, strict=True))
+    add_zone, (dk_whole, dv_whole) = documents.shard.add_zone, results[1]
+    dq = add_zone(gradients.dq(results[0], whole), split.dq(dq, documents.split))
+    return dq, (add_zone(dk_whole, dk), add_zone(dv_whole, dv)), {}
+
+
+def _backward_alone(
+    request: Request, implementation: Implementation, inputs: AttentionInputs
+) -> tuple[jax.Array, Dkv, PerHead]:
+    """:func:`backward` of a device that needs no other shard."""
+    shard = Shard(request, inputs)
+    bounds = implementation.backward_bounds(shard.inputs, spec=shard.spec)
+    # A Ulysses axis may sum gradients of copied heads.
+    out_dtype = inputs.query.q.dtype if request.ulysses_axis is None else None
+    gradients = Gradients(implementation, shard.spec, None, out_dtype)
+    return *gradients(shard.inputs, bounds, None, None), {}
 
 
 def _one_sequence(x: jax.Array) -> jax.Array:

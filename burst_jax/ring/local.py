@@ -159,7 +159,7 @@ class LocalBackward:
 
     def add(self, sums: list[Any]) -> Any:
         """The sum of partial gradients of the rotating side."""
-        return added_up(sums)
+        return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
@@ -196,14 +196,19 @@ class Gradients:
         self, inputs: AttentionInputs, bounds: Any, dq: Any, dkv: Dkv | None
     ) -> tuple[Any, Dkv]:
         """``(dq, dkv)`` with this call's gradients added; :meth:`dq` converts the first."""
-        if dq is None and self._accumulator is not None:
-            options = {} if self._maximum is None else {"maximum": self._maximum}
-            dq = self._accumulator.zeros(inputs, bounds, spec=self._spec, **options)
+        dq = self.zeros(inputs, bounds) if dq is None else dq
         dq, dkv, per_head = self._run(inputs, bounds, dq, dkv)
         for name, addend in per_head.items():
             before = self.per_head.get(name)
             self.per_head[name] = addend if before is None else before + addend
         return dq, dkv
+
+    def zeros(self, inputs: AttentionInputs, bounds: Any) -> Any:
+        """What the first call adds dQ to; None if it needs nothing."""
+        if self._accumulator is None:
+            return None
+        options = {} if self._maximum is None else {"maximum": self._maximum}
+        return self._accumulator.zeros(inputs, bounds, spec=self._spec, **options)
 
     def dq(self, dq: Any, inputs: AttentionInputs) -> jax.Array:
         """dQ ``[B, T, N, H]`` after all calls."""
@@ -224,11 +229,6 @@ def bounds_of_parts(
         return {"whole": whole}
     first, second = split(whole)
     return {"whole": whole, "first": first, "second": second}
-
-
-def added_up(sums: list[Any]) -> Any:
-    """The elementwise sum of pytrees of arrays."""
-    return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
 
 
 def dq_accumulator(

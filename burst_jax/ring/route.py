@@ -94,17 +94,11 @@ class Route:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The arrays of all devices of the ring, stacked by their index."""
-        shape = x.shape
-        for axis in reversed(self.axes):
-            x = lax.all_gather(x, axis)
-        return x.reshape(self.size, *shape)
+        return lax.all_gather(x, self.axes)
 
     def scatter_sum(self, x: jax.Array) -> jax.Array:
         """The sum over the ring of ``x[i]`` ``[n, ...]``, i being this device's index."""
-        x = x.reshape(*self.sizes, *x.shape[1:])
-        for axis in self.axes:
-            x = lax.psum_scatter(x, axis)
-        return x
+        return lax.psum_scatter(x, self.axes)
 
     def maximum(self, x: jax.Array) -> jax.Array:
         """The elementwise maximum over the devices of the ring."""

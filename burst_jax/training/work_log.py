@@ -13,8 +13,12 @@ from burst_jax.layouts.work import work_report
 from burst_jax.parallel.processes import is_main
 from burst_jax.training.batches import Batch
 
+# Tokens of a shard from which a share means something. In the model, with an H100's fixed costs,
+# one document on smaller shards reaches little more than half of ideal in any layout: a share would
+# only show that the sequences are short for a ring.
+MIN_SHARD = 2048
 # The hint appears below this share, if a balanced layout's is larger by this factor and above a
-# least share: below it the sequences are too short for a ring in any layout.
+# least share: below it the documents are too short for a ring in any layout.
 _LOW, _GAIN, _LEAST = 0.7, 1.3, 0.3
 # Batches with a low share that are placed to know what a balanced layout would reach.
 _TRIES = 10
@@ -30,7 +34,8 @@ class WorkLog:
         run_log.step(step, metrics | work_log(batch, "zigzag"))
 
     If a balanced layout would be at least 1.3 times as fast where less than 70 % of ideal are
-    reached, it prints one line on stderr that names the remedy.
+    reached, it prints one line on stderr that names the remedy. Shards of fewer than 2,048 tokens
+    have neither: fixed costs dominate them in any layout.
 
     Args:
       num_shards: number of shards on the ring, as in :func:`make_batch`.
@@ -48,11 +53,13 @@ class WorkLog:
           layout: its layout.
 
         Returns:
-          ``{"share_of_ideal": ...}`` on process 0; nothing on the others, without segment ids, or
-          without a ring.
+          ``{"share_of_ideal": ...}`` on process 0; nothing on the others, without segment ids,
+          without a ring, or with shards of fewer than 2,048 tokens.
         """
         segment_ids, n = batch["segment_ids"], self._num_shards
         if segment_ids is None or n == 1 or not is_main():
+            return {}
+        if segment_ids.shape[1] < n * MIN_SHARD:
             return {}
         if zone_size(layout) is not None:
             report = work_report(segment_ids, layout, n, positions=batch["positions"])

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.order import layout_of
-from burst_jax.layouts.permutation import check_length, shard_unit, to_layout
+from burst_jax.layouts.permutation import LAYOUTS, check_length, shard_unit, to_layout
 from burst_jax.parallel.mesh import axes_size
 
 _POSITIONS = ("position", "pos_id")
@@ -113,18 +113,35 @@ def of_loader(batch: Any, layout: str, num_shards: int) -> tuple[Any, Any]:
     return natural, own
 
 
-def wrong_orders(own: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int) -> list[str]:
-    """A sentence for each array of a loader's batch that is not in the layout."""
+def wrong_order(own: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int) -> list[str]:
+    """A sentence about the arrays of a loader's batch that are not in the layout, if there are."""
     if own is None:
         return []
-    right = jax.tree.leaves(in_layout(natural, sizes, layout, num_shards))
+    names = _unlike(own, in_layout(natural, sizes, layout, num_shards))
+    if not names:
+        return []
+    call = f"batch({layout!r}, {num_shards})"
+    for other in (layout, *(name for name in LAYOUTS if name != layout)):
+        for n in range(1, sizes.length // shard_unit(other) + 1):
+            if sizes.length % (n * shard_unit(other)) == 0 and not _unlike(
+                own, in_layout(natural, sizes, other, n)
+            ):
+                order = "natural order" if n == 1 else f"the {other} layout over {n} shards"
+                return [
+                    f"{call} returns arrays in {order}: pass layout={layout!r} and "
+                    f"num_shards={num_shards}, its arguments, to make_batch or to_layout"
+                ]
     return [
-        f"batch({layout!r}, {num_shards}) has {name} in another order than the layout, or with "
-        "other values than in natural order: permute all arrays together, with "
-        "burst_jax.to_layout, after targets are shifted"
-        for (name, x), y in zip(named_leaves(own), right, strict=True)
-        if not np.array_equal(np.asarray(x), y)
+        f"{call} has {', '.join(names)} in another order than the layout, or with other values "
+        "than in natural order: permute all arrays together, with burst_jax.to_layout, after "
+        "targets are shifted"
     ]
+
+
+def _unlike(batch: Any, other: Any) -> list[str]:
+    """Names of the arrays of a batch that another one does not have."""
+    pairs = zip(named_leaves(batch), jax.tree.leaves(other), strict=True)
+    return [name for (name, x), y in pairs if not np.array_equal(np.asarray(x), y)]
 
 
 def in_layout(batch: Any, sizes: Sizes, layout: str, num_shards: int) -> Any:

@@ -15,7 +15,10 @@ from burst_jax.verify.calls import options_that_differ, sequence_axes_of, where
 from burst_jax.verify.lockstep import Origin
 from burst_jax.verify.program import Step, equations
 
-_SHIFTS = ("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "dynamic_update_slice")
+_SHIFTS = (
+    *("slice", "dynamic_slice", "split", "gather"),
+    *("concatenate", "pad", "rev", "dynamic_update_slice"),
+)
 _RUNNING = (
     *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
     *("sort", "argsort", "argmax", "argmin", "top_k", "reduce_window", "reduce_window_sum"),
@@ -74,7 +77,12 @@ class Sentences:
         if step.name == "shard_map":
             return self.shard_map(origin, line)
         root = origin.natural[0] if origin.natural else None
-        if isinstance(root, Step) and (sentence := self.by_index(root)) is not None:
+        # What depends on no input reads no tokens, though linspace concatenates and tril compares.
+        if (
+            isinstance(root, Step)
+            and (root.of_inputs or root.name in _RANDOM)
+            and (sentence := self.by_index(root)) is not None
+        ):
             return sentence
         if root is not None:
             return self.natural(root, step, line)
@@ -126,9 +134,12 @@ class Sentences:
                 "which is in natural order: index it with the batch's positions"
             )
         source = f" at {root.place}" if root.place is not None else ""
-        made = "counts tokens by index (an arange)" if root.name == "iota" else (
-            f"({root.name}) is in natural order"
-        )  # fmt: skip
+        if root.name == "iota":
+            made = "counts tokens by index (an arange)"
+        elif root.of_inputs:
+            made = f"({root.name}) is in natural order"
+        else:
+            made = "depends on the index of a token alone (like a linspace or a mask)"
         return (
             f"an array made{source} {made} and is combined {line} with tokens in the "
             f"{self.layout} layout, whose index is not their position: use the batch's positions "

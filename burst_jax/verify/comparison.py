@@ -27,8 +27,9 @@ from burst_jax.parallel.mesh import (
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.verify import batch as batches
 from burst_jax.verify import calls as watched_calls
-from burst_jax.verify.batch import Sizes, group_of, named_leaves, path_name
+from burst_jax.verify.batch import Sizes, named_leaves, path_name
 from burst_jax.verify.cause import Sentences
+from burst_jax.verify.differences import Results, differences
 from burst_jax.verify.lockstep import Lockstep, Order
 from burst_jax.verify.program import Program, flat_program, float_dtypes, widened
 from burst_jax.verify.report import Cost, Difference, Report
@@ -36,14 +37,6 @@ from burst_jax.verify.report import Cost, Difference, Report
 # (mesh, layout) -> loss(params, batch), a scalar.
 Loss = Callable[[Any, Any], jax.Array]
 MakeLoss = Callable[[Mesh, Layout], Loss]
-
-# A mesh may be off by this many times one device's own error, plus the second number: sums in
-# another order. Without a reference both are one number.
-_TIMES = 2.0
-_PLUS = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}
-_ALONE = {"float32": 3e-5, "bfloat16": 5e-2, "float16": 1e-2}
-# Gradients that are this small next to all others are rounding errors of zero.
-_SMALL = 1e-4
 
 
 def compare(
@@ -168,7 +161,7 @@ class _Comparison:
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
         # What is wrong with it is reported, and the losses get the batch in the layout.
-        self.wrong_orders = batches.wrong_orders(own, self.batch, self.sizes, layout, self.shards)
+        self.wrong_order = batches.wrong_order(own, self.batch, self.sizes, layout, self.shards)
         self.cost = Cost({}, {})
         alone = one_device(mesh)
         self.one = self._side("one device", make_loss, alone, "contiguous", params, ())
@@ -250,9 +243,10 @@ class _Comparison:
         losses = {"mesh": self.there.value, "one device": self.one.value}
         if reference is not None:
             losses["reference"] = reference[0]
-        loss, gradients = self._differences(dtype, reference)
+        there, one = ((side.value, side.gradients) for side in (self.there, self.one))
+        loss, gradients = differences(self.names, there, one, reference, dtype)
         replicated = watched_calls.replicated_axes(self.there.calls, self.mesh)
-        problems = self.wrong_orders + self._problems_of_batch()
+        problems = self.wrong_order + self._problems_of_batch()
         problems += watched_calls.replicated_sentences(
             replicated, self.there.calls, self.mesh, self.ring
         )
@@ -304,7 +298,7 @@ class _Comparison:
         yield
         self.cost.seconds[name] = self.cost.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def _reference(self, dtype: str) -> tuple[tuple[float, list[np.ndarray]] | None, str | None]:
+    def _reference(self, dtype: str) -> tuple[Results | None, str | None]:
         """Loss and gradients of one device in a wider dtype, and that dtype."""
         wide = "float64" if dtype == "float32" else "float32"
         side = self.one
@@ -319,38 +313,6 @@ class _Comparison:
             except (NotImplementedError, TypeError, ValueError):
                 return None, None  # An operation with one dtype only, like a kernel of the user's.
             return (float(value), [np.asarray(x) for x in gradients]), wide
-
-    def _differences(
-        self, dtype: str, reference: tuple[float, list[np.ndarray]] | None
-    ) -> tuple[Difference, tuple[Difference, ...]]:
-        true_loss, truth = reference or (self.one.value, self.one.gradients)
-        plus = (_PLUS if reference else _ALONE)[dtype]
-
-        def difference(name: str, mesh: float, one: float) -> Difference:
-            limit = _TIMES * one + plus if reference else plus
-            return Difference(name, mesh, one if reference else None, limit)
-
-        scale = abs(true_loss) or 1.0
-        errors = (abs(side.value - true_loss) / scale for side in (self.there, self.one))
-        loss = difference("loss", *errors)
-        groups: dict[str, list[int]] = {}
-        for index, name in enumerate(self.names[: len(truth)]):
-            groups.setdefault(group_of(name), []).append(index)
-        total, count = sum(_squares(x) for x in truth), sum(x.size for x in truth)
-        found = []
-        for name, members in groups.items():
-            size = sum(truth[i].size for i in members)
-            norm = max(
-                sum(_squares(truth[i]) for i in members),
-                _SMALL**2 * total * size / count,
-                np.finfo(np.float64).tiny,
-            )
-            errors = (
-                (sum(_squares(_gap(side.gradients[i], truth[i])) for i in members) / norm) ** 0.5
-                for side in (self.there, self.one)
-            )
-            found.append(difference(name, *errors))
-        return loss, tuple(found)
 
     def _problems_of_batch(self) -> list[str]:
         segments = batches.segments_of(self.batch, self.sizes, self.segment_names)
@@ -490,11 +452,3 @@ def _value_and_grad(loss: Loss, params: Any) -> tuple[Callable[..., Any], list[A
     """Loss and gradients as a function of the floating leaves, and these."""
     floats = [x for x in jax.tree.leaves(params) if _is_float(x)]
     return jax.value_and_grad(_loss_of(loss, params)), floats
-
-
-def _squares(x: np.ndarray) -> float:
-    return float(np.sum(np.square(x.astype(np.float64))))
-
-
-def _gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return x.astype(np.float64) - y.astype(np.float64)

@@ -245,12 +245,16 @@ class Lockstep:
             x, y = host(values[mine]), host(ones[theirs])
             choices = self.order.choices(x.shape)
             fits = [c for c in choices if agrees(x, self.order.apply(y, c), rounding)]
-            if fits:
-                if not fits[0] and len(choices) > 1:
-                    natural[mine] = roots[0] if roots else step
-                choice = fits[0]
+            choice, wrong = (fits or choices)[0], wrong or not fits
+            if len(choices) > 1:
+                is_natural = bool(fits) and not choice
             else:
-                wrong, choice = True, choices[0]
+                # A part of the sequence, x[:, 1:], is corrected to that of the natural order.
+                is_natural = self._is_part(step, values) if not fits else any(
+                    n in natural and np.shape(values[n]) == x.shape for n in numbers
+                )  # fmt: skip
+            if is_natural:
+                natural[mine] = roots[0] if roots else step
             right[mine], mesh[mine] = self.order.apply(y, choice), x
             values[mine] = _put(right[mine], values[mine])
         if wrong:
@@ -260,6 +264,12 @@ class Lockstep:
             ]
             known = [(x, y) for x, y in known if np.ndim(x) == np.ndim(y) == 0 and x != y]
             origins.append(Origin(step, index, right, mesh, roots, known, 0))
+
+    def _is_part(self, step: Step, values: dict[int, Any]) -> bool:
+        """Whether an operation without a sequence dimension in its result has one in an input."""
+        shapes = [np.shape(values[x]) for x in step.inputs if isinstance(x, int)]
+        own = step.is_attention or step.name == "shard_map"
+        return not own and any(map(self.order.sequences, shapes))
 
     def _note(
         self, natural: dict[int, Step | str], number: int, x: np.ndarray, y: np.ndarray, name: str

@@ -63,6 +63,7 @@ class Step:
       place: the line of the caller's code that it comes from.
       file: the innermost file.
       equation: its equation; None for the steps of an unrolled scan.
+      of_inputs: whether it depends on the program's inputs or on arrays that the function captured.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Step:
     place: Place | None
     file: str = ""
     equation: Any = None
+    of_inputs: bool = True
 
     @property
     def is_attention(self) -> bool:
@@ -106,6 +108,10 @@ def flat_program(closed: ClosedJaxpr) -> Program:
     inputs = [flat.number() for _ in closed.jaxpr.invars]
     names = [number for number, _ in constants]
     results = flat.inline(closed.jaxpr, names, inputs, None)
+    dependent = {*names, *inputs}
+    for step in flat.steps:
+        step.of_inputs = any(x in dependent for x in step.inputs if isinstance(x, int))
+        dependent |= set(step.outputs) if step.of_inputs else set()
     return Program(flat.steps, inputs, constants, results)
 
 

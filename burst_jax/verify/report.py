@@ -123,7 +123,8 @@ class Report:
                 f", {100 * self.segments.loss:.1f} % of the loss weight"
             )  # fmt: skip
             lines.append(f"in segment 0: {100 * self.segments.tokens:.1f} % of the tokens{share}")
-        lines.append(f"replicated over: {', '.join(self.replicated) or 'no mesh axis'}")
+        axes = ", ".join(self.replicated) or "none"
+        lines.append(f"mesh axes whose devices all compute the same attention: {axes}")
         sizes = {name: f", {size / 2**20:,.1f} MiB" for name, size in self.cost.bytes.items()}
         lines.append(
             "cost: "

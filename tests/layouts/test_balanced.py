@@ -13,7 +13,7 @@ from burst_jax.layouts import RingCosts, balance, balance_batch, zone_sizes
 from burst_jax.layouts.document_search import cut
 
 # Splitting costs nothing, so that only even work matters.
-FREE_RING = RingCosts(step=0, zone_token=0, send=0, tile=0)
+FREE_RING = RingCosts(zone=0, zone_token=0, gathered_token=0, send=0, tile=0)
 LIMIT = 1.15
 
 
@@ -184,8 +184,8 @@ def test_fine_tuning_mixes(mix, n):
 
 
 def test_few_zone_sizes():
-    assert zone_sizes(16384) == (0, 1024, 2048, 4096, 8192, 16384)
-    assert zone_sizes(2048) == (0, 128, 256, 512, 1024, 2048)
+    assert zone_sizes(16384) == (0, 2048, 4096, 6144, 8192, 16384)
+    assert zone_sizes(2048) == (0, 256, 512, 768, 1024, 2048)
     assert zone_sizes(600) == (0, 128, 256, 384, 600)
     assert zone_sizes(1) == (0, 1)
 
@@ -246,15 +246,17 @@ def test_costs_decide():
     whole = balance(lengths, num_shards=4, tokens_per_shard=1024)
     assert whole.zone == 0
     assert whole.balance > LIMIT
-    fast_ring = RingCosts(step=1e3, zone_token=1, send=10, tile=1)
+    fast_ring = RingCosts(zone=1e3, zone_token=1, gathered_token=1, send=10, tile=1)
     split = balance(lengths, num_shards=4, tokens_per_shard=1024, costs=fast_ring)
     assert split.zone > 0
     assert split.balance <= LIMIT
     assert 0 < split.share_of_ideal < 1 / split.balance
-    costs = RingCosts(step=10, zone_token=2, send=3)
+    costs = RingCosts(zone=10, zone_token=2, gathered_token=5, send=3, step=6, step_token=4)
     assert costs.time(100, 0, 4) == 100
-    assert costs.time(100, 7, 4) == 100 + 3 * (10 + 14)
-    assert costs.time(50, 7, 4) == 50 + 3 * (10 + 14) + (3 * 3 * 7 - 50)
+    assert costs.time(100, 7, 4) == 100 + 10 + 7 * (2 + 4 * 5)
+    assert costs.time(50, 7, 4) == 50 + 10 + 7 * (2 + 4 * 5) + (3 * 3 * 7 - 50)
+    assert costs.ring_time(100, 7, 4, 2) == 100 + 3 * 6 + 2 * 7 * 4
+    assert costs.ring_time(50, 7, 4, 2) == 50 + 3 * 6 + 2 * 7 * 4 + (3 * 3 * 7 - 50)
 
 
 def test_exact_fit_without_a_ring():

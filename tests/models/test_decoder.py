@@ -61,21 +61,17 @@ def formula():
     return decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
 
 
-TWO_LEVELS = {"data": 2, "outer": 2, "inner": 2}, {"seq_axis": ("outer", "inner")}
-ULYSSES = {"data": 2, "seq": 2, "heads": 2}, {"ulysses_axis": "heads"}
+SIZES = {"data": 1, "outer": 2, "inner": 2, "heads": 2}
+AXES = {"seq_axis": ("outer", "inner"), "ulysses_axis": "heads"}
 
 
 @pytest.mark.parametrize(
     ("sizes", "axes", "layout", "kind", "remat"),
     [
         pytest.param({"data": 2, "seq": 3}, {}, "zigzag", AxisType.Explicit, "half", id="half"),
-        pytest.param(*ULYSSES, "zigzag", AxisType.Auto, "attention", id="ulysses"),
-        pytest.param(
-            *TWO_LEVELS, "striped", AxisType.Explicit, "attention", id="two_levels",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(SIZES, AXES, "striped", AxisType.Auto, "attention", id="two_levels_ulysses"),
     ],
-)  # fmt: skip
+)
 def test_rings_equal_the_formula(sizes, axes, layout, kind, remat):
     config = dataclasses.replace(CONFIG, remat=remat)
     model = on_mesh(mesh_of(kind, **sizes), layout, config, **axes)

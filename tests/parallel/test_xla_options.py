@@ -143,7 +143,7 @@ import burst_jax, compiled_programs as compiled
 from burst_jax.jax_compat import backends_are_initialized
 
 def program(**options):
-    mesh = compiled.gpu_mesh("h100", 3)
+    mesh = compiled.gpu_mesh("h100", 2)
 
     def attend(q, k, v):
         return burst_jax.burst_attention(

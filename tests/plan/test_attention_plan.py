@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 from typing import Any
 
 import compiled_programs as compiled
@@ -295,8 +296,10 @@ def test_the_recommendation_can_be_called():
     best, text = plan.best, str(plan)
     assert best is not None
     assert f"jax.make_mesh({tuple(best.strategy.mesh.values())}, (" in text
-    assert "burst_attention(..., mesh=mesh, seq_axis=" in text
     assert f'layout="{best.layout}", backward="{best.backward}", is_causal=True)' in text
+    names: Any = dict.fromkeys(("query", "key", "value"), np.ones((1, 64, 8, 8), jnp.bfloat16))
+    exec(textwrap.dedent(text.partition(f"{best.strategy.name}, {best.layout}\n")[2]), names)
+    assert names["out"].shape == q.shape
 
 
 def test_the_command_line_and_json(tmp_path, capsys):
@@ -392,8 +395,7 @@ HYBRID = {"seq_axis": "outer", "ulysses_axis": "inner"}
 @pytest.mark.parametrize(
     ("strategy", "mesh_shape", "options", "layout", "backward", "gpu"),
     [
-        ("ring", (4,), {}, "zigzag", "rotate_kv", "a100"),
-        ("two-level ring", (3, 2), TWO_LEVELS, "striped", "rotate_query", "a100"),
+        ("two-level ring", (3, 2), TWO_LEVELS, "zigzag", "rotate_kv", "a100"),
         ("ring of 3, ulysses of 2", (3, 2), HYBRID, "zigzag", "rotate_query", "h100"),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),

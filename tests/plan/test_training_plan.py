@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ from meshes import mesh_of
 import burst_jax
 from benchmarks.plan import load_steps, step_estimate
 from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
+from burst_jax.models.hf.trained_length import BeyondTrainedLength
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
 from burst_jax.plan.__main__ import SHAPES, config_of, main
@@ -240,28 +242,57 @@ def test_flags_of_the_training_script():
     best = plan.best
     assert best is not None
     line = next(line for line in str(plan).splitlines() if "train_lm.py" in line)
+    assert "# DIR: the checkpoint's folder. DATA: text files, JSON lines or arrays" in str(plan)
     args, _ = run_options.parse_args(line.split("train_lm.py ")[1].split())
     assert args.mesh == ",".join(f"{name}={size}" for name, size in best.strategy.mesh.items())
     assert (args.layout, args.remat) == (best.strategy.layout, best.strategy.remat)
-    assert args.model == Path("DIR")
+    assert (args.model, args.data) == (Path("DIR"), Path("DATA"))
     assert (args.seq_len, args.batch, args.mlp_chunks) == (2**17, 2, best.strategy.mlp_chunks)
+
+
+def test_the_printed_code_runs(monkeypatch):
+    def abstract(config, optimizer, mesh, seed, **options):
+        """Without the time to compile what initializes weights."""
+        return abstract_train_state(config, optimizer, mesh, **options)
+
+    monkeypatch.setattr(burst_jax.training, "init_train_state", abstract)
+    plan = plan_of(TINY, 64, moments=None, gpus_per_host=2)
+    best = plan.best
+    assert best is not None
+    code = str(plan).split("optimizer:\n")[1].split("    # DIR")[0]
+    names: Any = {"config": TINY, "optimizer": make_optimizer(1e-3, 10), "seed": 0}
+    exec(textwrap.dedent(code), names)
+    assert names["config"].remat == best.strategy.remat
+    assert held(names["params"]) == best.memory.weights
+    offloaded = dataclasses.replace(plan, estimates=(one(plan, moments="host"),))
+    code = str(offloaded).split("learning_rate and steps:\n")[1].split("    # DIR")[0]
+    assert 'make_optimizer(\n        learning_rate, steps, moments="host"\n' in code
+    compile(textwrap.dedent(code), "code", "exec")
 
 
 def test_a_slower_recommendation_is_explained():
     two_hosts = plan_of(gpu="A100", hosts=2)
     remats = plan_of(config_of("llama-3.2-1b"), 2**15, gpu="h100", batch=8)
     for plan, of_fastest, gain in (
-        (two_hosts, "seq=16, sharded weights, none", r"\d% of the ring's bytes to other hosts"),
-        (remats, "fsdp=8 seq=1, sharded weights, none", r"\d+\.\d GiB less memory per GPU"),
+        (two_hosts, "mesh seq=8 heads=2", r"\d+% of the ring's bytes to other hosts"),
+        (remats, "remat none", r"\d+\.\d GiB less memory per GPU"),
     ):
         why = rf"# 0\.\d% slower than the fastest that fits \({of_fastest}\), within .* but {gain}$"
         assert re.search(why, str(plan)), str(plan)
+    # Of two that offload activations, the one that keeps the moments on the device.
+    offloaded = plan_of(length=2**20, gpu="h100", moments=None)
+    assert offloaded.best == offloaded.estimates[0]
+    assert offloaded.estimates[0].strategy.moments == "device"
+    assert "slower" not in str(offloaded)
     # The planner of one attention recommends the same.
     shape: Any = {"length": 2**17, "num_heads": 32, "num_kv_heads": 8}
     attention = burst_jax.plan.attention(**shape, gpu="A100", hosts=2).best
     assert attention is not None
     assert two_hosts.best is not None
     assert two_hosts.best.strategy.mesh == attention.strategy.mesh == {"seq": 2, "heads": 8}
+    # One 200 Gbit/s adapter per GPU.
+    assert two_hosts.cluster.host_link == 25
+    assert plan_of(TINY, 64, gpu="a100", host_link=50.0).cluster.host_link == 50
     command = str(two_hosts).splitlines()[-2]
     assert "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python examples/" in command
 
@@ -290,15 +321,17 @@ def test_the_training_script_accepts_every_mesh(tmp_path):
 
 def test_the_command_line_json_and_folders(tmp_path, capsys):
     arguments = ["--length", "128K", "--gpus-per-host", "4", "--moments", "device", "--model"]
-    main([*arguments, "llama-3-8b", "--json", str(tmp_path / "plan.json")])
-    plan = plan_of(gpus_per_host=4)
+    main([*arguments, "llama-3.1-8b", "--json", str(tmp_path / "plan.json")])
+    plan = plan_of(config_of("llama-3.1-8b"), gpus_per_host=4)
     assert capsys.readouterr().out == f"{plan}\n"
     record, best = json.loads((tmp_path / "plan.json").read_text()), plan.best
     assert best is not None
     assert record["recommended"]["mesh"] == best.strategy.mesh
     assert record["recommended"]["memory"]["total"] == best.memory.total
     assert len(record["estimates"]) == len(plan.estimates)
-    main([*arguments, "llama-3-8b", "--all"])
+    beyond = "--length is 131072: the checkpoint was trained on 8192 positions"
+    with pytest.warns(BeyondTrainedLength, match=beyond):
+        main([*arguments, "llama-3-8b", "--all"])
     assert len(capsys.readouterr().out.splitlines()) > len(plan.estimates)
     folder = tmp_path / "model"
     folder.mkdir()
@@ -306,13 +339,16 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
         "model_type": "llama", "vocab_size": 128256, "num_hidden_layers": 32,
         "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 14336, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "hidden_act": "silu",
+        "max_position_embeddings": 131072, "hidden_act": "silu",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     main([*arguments, str(folder), "--json", "-"])
     assert json.loads(capsys.readouterr().out)["recommended"] == record["recommended"]
-    main([*arguments, str(folder)])
-    assert f"train_lm.py --model {folder} --mesh" in capsys.readouterr().out
+    config["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(BeyondTrainedLength, match=beyond):
+        main([*arguments, str(folder)])
+    assert f"train_lm.py --model {folder} --data DATA --mesh" in capsys.readouterr().out
     (folder / "config.json").write_text('{"model_type": "mamba"}')
     for model, message in (
         (tmp_path, r"lacks config.json: pass the folder"),

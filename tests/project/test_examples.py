@@ -33,7 +33,7 @@ TINY = [
     "--seq-len=32", "--batch=2", "--eval-batches=1", "--sample-tokens=5",
 ]  # fmt: skip
 STEPS = ["--steps=3", "--checkpoint-every=2"]
-MESH = "--mesh=outer=2,inner=2,heads=2"
+MESH = "--mesh=outer=2,inner=1,heads=2"
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +250,11 @@ def test_invalid_arguments_raise(corpus, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    with pytest.raises(SystemExit, match="0"):
+        run_options.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert 'JSON lines with a "text" key' in text
+    assert "sequence layout, balanced: by each batch's documents (default: zigzag)" in text
 
 
 def test_ids_outside_the_given_vocabulary_raise(corpus, tmp_path):

@@ -195,6 +195,11 @@ def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
 MISTAKES = (
     (generate, "", "there is no prompt: pass --prompt, --prompt-file or both"),
     (generate, "--prompt A --temperature 1e-9", "temperature is 1e-09: it must be 0, or finite"),
+    (
+        generate, "--prompt A --model {tmp}",
+        "--model is {tmp}, which lacks tokenizer.json: name one with --tokenizer",
+    ),
+    (generate, "--prompt A --tokenizer {tmp}/none", "path is {tmp}/none: there is no such file"),
     (perplexity, "--stride 5000", "--stride is 5000: it must be at most --seq-len, 1024, or tok"),
     (perplexity, "--mesh fsdp=2 --batch 3", "--batch is 3: use a multiple of 2"),
     (perplexity, "--adapter missing", "argument --adapter: 'missing': there is no such folder"),
@@ -212,4 +217,4 @@ def test_mistakes_are_reported(folder, documents, tmp_path, capsys):
         words += f"--data {documents} " if example is perplexity else ""
         with pytest.raises(SystemExit, match="2"):
             example.main(shlex.split(words + options.format(tmp=tmp_path)))
-        assert message in capsys.readouterr().err
+        assert message.format(tmp=tmp_path) in capsys.readouterr().err

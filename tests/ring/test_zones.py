@@ -28,10 +28,10 @@ MIXES = {
     "whole": lambda n: [[24] * n, [12, 11] * n],
 }
 CASES = [
-    # mesh, axes, mix, zone, heads, dtype, options. Zones of 4 shards in all are gathered, others
-    # rotate.
+    # mesh, axes, mix, zone, heads, dtype, options. Zones of more than two shards in all are sent
+    # in slices: a zone of 18 on 5 devices in two, of 16 on 8 devices in three.
     ({"seq": 2}, {}, "mixed", 16, 4, "float32", {"backward": "rotate_kv"}),
-    ({"seq": 3}, {}, "mixed", 20, 2, "bfloat16", {"backward": "rotate_query", "sinks": True}),
+    ({"seq": 3}, {}, "mixed", 20, 2, "bfloat16", {"sinks": True}),
     (
         {"seq": 5}, {}, "mixed", 18, 4, "float32",
         {"local_window_size": (9, 0), "logits_soft_cap": 2.0, "sinks": True},
@@ -42,7 +42,7 @@ CASES = [
     (
         {"outer": 2, "seq": 3},
         {"seq_axis": ("outer", "seq")},
-        "mixed", 18, 4, "float32", {"backward": "rotate_query"},
+        "mixed", 18, 4, "float32", {},
     ),
     ({"seq": 3, "heads": 2}, {"ulysses_axis": "heads"}, "mixed", 20, 4, "float32", {}),
     ({"data": 2, "seq": 2}, {"batch_axis": "data"}, "mixed", 18, 4, "float32", {}),
@@ -199,6 +199,7 @@ def test_what_balanced_layouts_need_and_lack():
         more = {"dropout_key": jax.random.key(0)} if name == "dropout_rate" else {}
         message = f"{name} is given with layout 'balanced:"
         fails(NotImplementedError, message, **{name: value}, **more)
+    fails(NotImplementedError, "backward is 'rotate_query' with layout", backward="rotate_query")
     window = (jnp.asarray(3), None)
     fails(NotImplementedError, "a traced local_window_size is given", local_window_size=window)
     for function in (burst_jax.to_layout, burst_jax.from_layout):
@@ -206,6 +207,29 @@ def test_what_balanced_layouts_need_and_lack():
             function(x, good["layout"], 2)
     with pytest.raises(ValueError, match="whose order differs between sequences: use what"):
         burst_jax.positions(good["layout"], 48, 2)
+
+
+def test_a_zone_of_another_placement_gives_nan():
+    """Pieces before the zone would miss keys."""
+    _, placements = placed("mixed", 3, 20)
+    own = np.stack([p.segment_ids for p in placements])
+    order = np.stack([p.positions for p in placements])
+    x = jnp.ones((2, 72, KV, H))
+    given: Any = {
+        "mesh": mesh_of(seq=3),
+        "is_causal": True,
+        "query_segment_ids": own,
+        "key_value_segment_ids": own,
+        "query_positions": order,
+        "key_value_positions": order,
+    }
+    attend = jax.jit(
+        functools.partial(burst_jax.burst_attention, x, x, x, **given), static_argnames="layout"
+    )
+    for zone, wrong in ((20, False), (24, False), (6, True)):
+        out = np.asarray(attend(layout=f"balanced:{zone}"))
+        # The documents of the other sequence are whole.
+        assert np.isnan(out).any((1, 2, 3)).tolist() == [wrong, False]
 
 
 def test_a_layer_passes_its_positions_on():

@@ -56,12 +56,15 @@ def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, *
 
 CASES = [
     case({"seq": 3}, "zigzag", [59, 33], 6, chunk=30, extend=30, layer_pattern=WINDOWS),
-    case({"seq": 1}, "contiguous", [21], 3, rope=YarnRope(10000.0, factor=4.0, old_positions=16)),
     case({"data": 2, "seq": 2, "tensor": 2}, "striped", [37, 9], 20, extend=11, **LIKE_GEMMA),
     # Three devices divide neither 4 heads nor 50 hidden features.
-    case({"seq": 3}, "striped:2", [3], 60, extend=31, split=True, mlp_dim=50, **WITH_BIASES),
-    case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=40, split=True, **LIKE_GPT),
-]
+    case(
+        {"seq": 3}, "striped:2", [3], 60, extend=31, split=True, num_layers=1, mlp_dim=50,
+        **WITH_BIASES,
+        rope=YarnRope(10000.0, factor=4.0, old_positions=16),
+    ),
+    case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=26, split=True, **LIKE_GPT),
+]  # fmt: skip
 
 
 def case_id(case):
@@ -86,7 +89,7 @@ def whole_attention(model, sequences):
     return np.asarray(logits(params))
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:2]))
+@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:1]))
 def test_each_step_equals_whole_attention(case):
     config = dataclasses.replace(CONFIG, **case["config"])
     one, model = models(config, case["sizes"], case["layout"])
@@ -429,9 +432,8 @@ def test_a_cache_can_be_extended_until_it_is_full():
 
 TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
-    "qwen2_window": ({"seq": 2}, "striped", 200),
-    "gemma2_caps": ({"data": 2, "seq": 2}, "zigzag", 250),
-    "gemma3_types": ({"seq": 2, "tensor": 2}, "zigzag", None),
+    "qwen2_window": ({"seq": 2}, "striped", 350),
+    "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
 }
 
 

@@ -62,12 +62,12 @@ class Attention(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, mesh, layout, dtype, rngs, attention=Attention):
+    def __init__(self, mesh, layout, dtype, rngs, attention=Attention, layers=2):
         self.embed = nnx.Embed(VOCABULARY, FEATURES, dtype=dtype, rngs=rngs)
         self.position_table = nnx.Param(0.1 * rngs.normal((LENGTH, FEATURES)))
-        self.attention = nnx.List([attention(i, mesh, layout, dtype, rngs) for i in range(2)])
+        self.attention = nnx.List([attention(i, mesh, layout, dtype, rngs) for i in range(layers)])
         self.mlp = nnx.List(
-            [nnx.Linear(FEATURES, FEATURES, dtype=dtype, rngs=rngs) for _ in range(2)]
+            [nnx.Linear(FEATURES, FEATURES, dtype=dtype, rngs=rngs) for _ in range(layers)]
         )
         self.head = nnx.Linear(FEATURES, VOCABULARY, dtype=dtype, rngs=rngs)
         self.mesh, self.layout, self.dtype = mesh, layout, dtype
@@ -121,8 +121,7 @@ class LinenModel(linen.Module):
     @linen.compact
     def __call__(self, batch):
         x = linen.Embed(VOCABULARY, FEATURES, dtype=self.dtype)(batch["inputs"])
-        for _ in range(2):
-            x = LinenBlock(self.mesh, self.layout, self.dtype)(x, batch)
+        x = LinenBlock(self.mesh, self.layout, self.dtype)(x, batch)
         logits = linen.Dense(VOCABULARY)(x).astype(jnp.float32)
         targets = batch["targets"][..., None]
         losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets, -1)[..., 0]
@@ -140,14 +139,14 @@ def packed(first=1):
 
 
 @functools.cache
-def parameters(kind):
-    """Weights of the nnx or linen model, on one device."""
+def parameters(kind, layers=2):
+    """Weights of the nnx or linen model, on one device; the linen model has one layer."""
     mesh = jax.make_mesh(
         (1, 1), ("data", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
         devices=jax.devices()[:1],
     )  # fmt: skip
     if kind == "nnx":
-        return nnx.split(Model(mesh, "contiguous", jnp.float32, nnx.Rngs(0)))[1]
+        return nnx.split(Model(mesh, "contiguous", jnp.float32, nnx.Rngs(0), layers=layers))[1]
     model = LinenModel(mesh, "contiguous", jnp.dtype("float32"))
     return jax.jit(model.init)(jax.random.key(0), packed())
 
@@ -165,7 +164,7 @@ def in_turn(functions):
     return replaced
 
 
-def make_loss_of(kind, dtype=jnp.float32, mistakes=()) -> Any:
+def make_loss_of(kind, dtype=jnp.float32, mistakes=(), layers=2) -> Any:
     """``make_loss`` of a model with mistakes, names in :data:`MISTAKES`.
 
     Of two that replace one method of ``Attention`` each layer gets one; others follow each other.
@@ -187,7 +186,7 @@ def make_loss_of(kind, dtype=jnp.float32, mistakes=()) -> Any:
         if kind == "linen":
             return LinenModel(mesh, layout, jnp.dtype(dtype)).apply
         model = nnx.eval_shape(
-            lambda: model_class(mesh, layout, dtype, nnx.Rngs(0), attention_class)
+            lambda: model_class(mesh, layout, dtype, nnx.Rngs(0), attention_class, layers)
         )
         graphdef, _ = nnx.split(model)
         return lambda params, batch: nnx.merge(graphdef, params).loss(batch)

@@ -103,7 +103,7 @@ class Training:
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
     corpus = write_words(tmp_path / "corpus")
     draw, steps = random.Random(kills), 5 * EVERY * kills  # Outlasts all kills.
-    meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "seq=2"}
+    meshes = {"whole": "fsdp=2,seq=2", "killed": "fsdp=2,seq=2", "moved": "fsdp=2"}
     whole, killed, moved = (
         Training(tmp_path / name, steps, corpus, mesh) for name, mesh in meshes.items()
     )

@@ -17,6 +17,7 @@ from meshes import mesh_of
 from own_model import make_loss_of, packed, parameters
 
 from burst_jax import to_layout, verify
+from burst_jax.verify import batch as batches
 
 LINE = r"own_model\.py:\d+"
 CALL, MAP = rf"attention call \d of 2 \({LINE}\)", f"the shard_map at {LINE} .*"
@@ -36,7 +37,7 @@ NAMED = {
     "sequence axis forgotten": f"^{CALL} has seq_axis=None, so it attends as if its tokens were in "
     "natural order, but they are in the zigzag layout",
     "local attention": f"^{MAP}: {CALL} is local_attention, which attends to the keys of its own",
-    "shift": f"^(pad|slice) at {LINE} reads other tokens by index",
+    "shift": f"^slice at {LINE} reads other tokens by index",
     "convolution": f"^a convolution at {LINE} mixes neighbouring tokens by index",
     "last token": f"^slice at {LINE} reads other tokens by index",
     "running mean": f"^cumsum at {LINE} runs over the tokens by index",
@@ -46,7 +47,7 @@ NAMED = {
     "wrong gradient": f"^mul at {LINE} uses the number 0.5 on the mesh and 1.0 on one device",
     "table by index": f"^add at {LINE} combines tokens in the zigzag layout with position_table, "
     "which is in natural order",
-    "late shift of targets": f"^(concatenate|slice) at {LINE} shifts or picks token ids by index, "
+    "late shift of targets": f"^slice at {LINE} shifts or picks token ids by index, "
     "after the permutation to the zigzag layout",
     "mean of means": f"^{MAP}: it averages each device's own mean",
     "mean for sum": f"^{MAP}: 1/4 of the right value, the number of devices along all axes; it "
@@ -79,7 +80,7 @@ def assert_named(report, mistakes):
     left = list(report.problems)
     for mistake in mistakes:
         found = [problem for problem in left if re.search(NAMED[mistake], problem)]
-        assert found, (mistake, report.problems)
+        assert len(found) == 1, (mistake, report.problems)
         left = [problem for problem in left if problem not in found]
     # Without a ring the sequence is replicated; the last token, and a norm over all, are padding.
     others = "^the sequence is replicated over mesh axis 'seq'|and the loss depends on them"
@@ -106,12 +107,12 @@ def test_mistakes_are_found_and_named(mistakes):
 @SLOW
 def test_a_wrong_gradient_is_found_where_the_loss_is_right():
     report = verify.compare(
-        make_loss_of("nnx", mistakes=["wrong gradient"]), parameters("nnx"), packed(),
+        make_loss_of("nnx", mistakes=["wrong gradient"], layers=1), parameters("nnx", 1), packed(),
         mesh=mesh_4(), layout="zigzag",
     )  # fmt: skip
     assert report.loss.passed
     # What is computed from hidden states after the mistake.
-    assert [group.name for group in report.gradients if group.passed] == ["head", "mlp.1"]
+    assert [group.name for group in report.gradients if group.passed] == ["head", "mlp.0"]
     assert_named(report, ["wrong gradient"])
 
 
@@ -120,8 +121,8 @@ def test_a_wrong_gradient_is_found_where_the_loss_is_right():
     [("nnx", "float32", ["own shard_map"]), pytest.param("linen", "bfloat16", (), marks=SLOW)],
 )
 def test_a_right_model_passes(kind, dtype, mistakes):
-    make_loss = make_loss_of(kind, jnp.dtype(dtype), mistakes)
-    report = verify.compare(make_loss, parameters(kind), packed(), mesh=mesh_4(), layout="zigzag")
+    make_loss, params = make_loss_of(kind, jnp.dtype(dtype), mistakes, 1), parameters(kind, 1)
+    report = verify.compare(make_loss, params, packed(), mesh=mesh_4(), layout="zigzag")
     assert report.passed, report
     assert (report.dtype, report.reference) == (
         (dtype, "float64") if dtype == "float32" else (dtype, "float32")
@@ -135,6 +136,7 @@ def test_a_right_model_passes(kind, dtype, mistakes):
     assert report.segments.loss == 0
     assert set(report.cost.seconds) == {"one device", "mesh", "reference"}
     assert 0 < report.cost.bytes["mesh"] < report.cost.bytes["one device"]
+    assert "whose devices all compute the same attention: none\n" in str(report)
     assert str(report).endswith("PASSED")
     assert json.loads(json.dumps(report.record(), allow_nan=False))["passed"] is True
 
@@ -178,6 +180,36 @@ def test_a_loader_that_permutes():
 
     (problem,) = quick(shifted_late, gradients=False).problems
     assert re.match(r"batch\('zigzag', 2\) has targets in another order than the layout", problem)
+
+    # All arrays in another order are one mistake.
+    def for_four(layout, num_shards):
+        return load(layout, 4 if num_shards > 1 else 1)
+
+    (problem,) = quick(for_four, gradients=False).problems
+    remedy = "pass layout='zigzag' and num_shards=2, its arguments, to make_batch or to_layout"
+    where = "batch('zigzag', 2) returns arrays in"
+    assert problem == f"{where} the zigzag layout over 4 shards: {remedy}"
+    sizes = batches.sizes_of(packed(), 2, "zigzag")
+    (problem,) = batches.wrong_order(packed(), packed(), sizes, "zigzag", 2)
+    assert problem == f"{where} natural order: {remedy}"
+
+
+def test_arrays_that_depend_on_the_index_alone_are_no_shift():
+    """Although ``linspace`` concatenates."""
+
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            weights = batch["weights"] * jnp.linspace(0, 1, batch["inputs"].shape[1])
+            return embedding_loss(mesh, layout)(params, batch | {"weights": weights})
+
+        return loss
+
+    (problem,) = quick(packed(), make_loss, gradients=False).problems
+    line = r"test_compare\.py:\d+"
+    assert re.match(
+        f"an array made at {line} depends on the index of a token alone .* combined at {line} with",
+        problem,
+    )
 
 
 def test_padding_that_counts_in_the_loss_is_found():

@@ -18,11 +18,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_passes_on_eight_devices(folder, capsys):
-    options = ["--model", str(folder), "--mesh", "fsdp=2,seq=4", "--seq-len", "64"]
+def test_a_checkpoint_passes_on_a_mesh(folder, capsys):
+    options = ["--model", str(folder), "--mesh", "fsdp=2,seq=2", "--seq-len", "64"]
     assert command.main(options) == 0
     out = capsys.readouterr().out
-    assert out.startswith("zigzag on fsdp=2,seq=4, float32; differences relative to float64 on one")
+    assert out.startswith("zigzag on fsdp=2,seq=2, float32; differences relative to float64 on one")
     assert "layers.attention.query" in out
     assert out.endswith("PASSED\n")
 

@@ -44,12 +44,16 @@ def check_trained_length(config: DecoderConfig, name: str, tokens: int) -> None:
       name: what has this many tokens, for the message.
       tokens: of a sequence.
     """
-    length = trained_length(config)
+    warn_beyond(trained_length(config), name, tokens)
+
+
+def warn_beyond(length: int | None, name: str, tokens: int) -> None:
+    """:func:`check_trained_length` of a checkpoint that supports ``length`` tokens."""
     if length is not None and tokens > length:
         warnings.warn(
             f"{name} is {tokens}: the checkpoint was trained on {length} positions, and its "
             f"results for tokens after them are poor; use at most {length}, shorter documents, or "
             "rope_scaling and a larger max_position_embeddings in its config.json",
             BeyondTrainedLength,
-            stacklevel=3,
+            stacklevel=4,
         )
