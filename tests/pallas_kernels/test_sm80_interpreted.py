@@ -27,12 +27,11 @@ CASES: list[dict[str, Any]] = [
         ("causal", "contiguous", 1, (2, 1), (136, 200), 32, "bfloat16", "none"),
         ("full", "contiguous", 2, (1, 1), (72, 136), 64, "float16", "sinks"),
         ("packed_window_cap", "striped", 2, (2, 1), (136, 72), 24, "bfloat16", "both"),
-        ("causal", "contiguous", 2, (2, 1), (64, 136), 256, "bfloat16", "slopes"),
-        ("packed_causal", "zigzag", 2, (4, 2), (100, 62), 48, "bfloat16", "both"),
-        ("packed_window_ranges", "striped", 2, (2, 1), (136, 72), 32, "bfloat16", "slopes"),
+        ("causal", "contiguous", 1, (2, 1), (64, 136), 256, "bfloat16", "slopes"),
+        ("packed_causal", "zigzag", 2, (2, 2), (100, 62), 48, "bfloat16", "both", 0.1),
+        ("packed_window_ranges", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "slopes"),
         ("ranges", "contiguous", 1, (2, 1), (72, 136), 64, "bfloat16", "none"),
         ("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
-        ("packed", "contiguous", 2, (2, 2), (136, 136), 64, "bfloat16", "both", 0.1),
     )
 ]
 CASES[1] |= {"value_dim": 32}

@@ -60,17 +60,13 @@ CASES = {
     # Lengths are padded to multiples of 8.
     "plain": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 32, "bfloat16", "none"),
     "float16": a_case(
-        "full", "contiguous", 2, (1, 1), (71, 133), 64, "float16", "sinks", value_dim=32
+        "full", "contiguous", 2, (1, 1), (71, 133), 64, "float16", "both", value_dim=32
     ),
     "cap": a_case(
-        "packed_window_cap", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "both"
+        "packed_window_cap", "striped", 1, (2, 2), (136, 72), 64, "bfloat16", "both", value_dim=96
     ),
     # The second shard's keys are all in the future: its work tiles have nothing to visit.
     "slopes": a_case("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
-    "packed": a_case(
-        "packed_causal", "striped", 1, (2, 2), (136, 72), 64, "bfloat16", "both", value_dim=96
-    ),
-    "full_slopes": a_case("full", "zigzag", 1, (2, 1), (136, 200), 32, "float16", "slopes"),
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
     # Heads are padded to (32, 48), and to (32, 64) for the backward kernel.
@@ -95,7 +91,7 @@ CASES = {
 # Cases that run without a producer warpgroup, too, or only so.
 BOTH, WITHOUT = (
     ("plain",),
-    ("slopes", "block_mask", "cap", "packed", "shared_block_mask", "shuffled"),
+    ("slopes", "block_mask", "cap", "shared_block_mask", "shuffled"),
 )
 LARGE_TILES = "plain", "float16"
 RUNS = [
