@@ -221,6 +221,8 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     plgpu.barrier_wait(refs.barriers.kv_arrived)
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
+    # Computed after the loops it would take a register there (dropout with segment ids).
+    lane = backward_step.first_lane(static, warpgroup)
     masked_end = work.steps_before + work.iterator.masked * static.groups
 
     def copy_ahead(masked, operand, step):
@@ -234,7 +236,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     )
     state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
-    dq = backward_step.last_dq(consumer)
+    dq = backward_step.last_dq(consumer, lane)
     plgpu.barrier_arrive(refs.barriers.kv_free)
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)

@@ -294,7 +294,8 @@ def _add_products(
     def products(dv_acc, dk_acc, dq_acc):
         dv_acc[...] = state.dv
         dk_acc[...] = state.dk
-        _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup)
+        lane = first_lane(static, data.at.warpgroup)
+        _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup, lane)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
         copy_late()
@@ -316,12 +317,20 @@ def _add_products(
     return pl.run_scoped(products, dv_acc, dk_acc, _dq_accumulator(static))
 
 
-def last_dq(consumer: Consumer) -> jax.Array:
-    """The warpgroup's part of dQ of the work tile's last step, which no further step computes."""
+def first_lane(static: BackwardStatic, warpgroup: Any) -> Any:
+    """The first lane of the warpgroup's part of dQ, where that is half of the lanes."""
+    return warpgroup * static.half_dim
+
+
+def last_dq(consumer: Consumer, lane: Any) -> jax.Array:
+    """The warpgroup's part of dQ of the work tile's last step, which no further step computes.
+
+    ``lane``: its :func:`first_lane`.
+    """
 
     def product(dq_acc):
         buffer = ds_buffer(consumer.static, consumer.end - 1)
-        _issue_dq(consumer, dq_acc, buffer, consumer.warpgroup)
+        _issue_dq(consumer, dq_acc, buffer, consumer.warpgroup, lane)
         dq = dq_acc[...]
         _arrive_ds_free(consumer)
         return dq
@@ -347,13 +356,13 @@ def wait_for_queries(consumer: Consumer, step: Any) -> None:
         plgpu.barrier_wait(consumer.refs.barriers.q_arrived.at[consumer.stage(step)])
 
 
-def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, warpgroup: Any) -> None:
+def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, warpgroup: Any, lane: Any) -> None:
     """Issues the product of a dS, of both consumers, and the keys: the warpgroup's part of dQ."""
     memory, (_, lanes) = consumer.refs.memory, consumer.static.dq_part
     if consumer.static.config.dq_by_rows:
         plgpu.wgmma(dq_acc, memory.ds.at[buffer, warpgroup].transpose((1, 0)), memory.k)
     else:
-        k = memory.k.at[:, pl.ds(warpgroup * lanes, lanes)]
+        k = memory.k.at[:, pl.ds(lane, lanes)]
         plgpu.wgmma(dq_acc, memory.ds.at[buffer, 0].transpose((1, 0)), k)
 
 
