@@ -38,6 +38,7 @@ from pallas_kernels import (
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_a_ring_is_as_exact_as_one_device_with_the_same_weights_dropped():
     case = a_case(3, "striped", "packed_causal", "rotate_query", shard="63") | {"numbers": "both"}
     assert_exact(case | {"functions": "functions", "dropout": True})

@@ -77,6 +77,7 @@ RINGS: dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RINGS)
 def test_block_masks_and_chunks_on_a_ring_are_exact(name):
     mesh, features, options = RINGS[name]

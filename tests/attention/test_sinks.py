@@ -79,6 +79,7 @@ def out_and_gradients(attention, params, x, cotangent):
     return out, *vjp(cotangent)
 
 
+@pytest.mark.slow
 def test_the_layer_is_the_attention_of_gpt_oss():
     """A sliding layer, on a ring of two devices."""
     layer = burst_jax.BurstAttention(

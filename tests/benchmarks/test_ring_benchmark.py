@@ -64,6 +64,7 @@ def test_every_strategy_traces(monkeypatch):
         assert case.name.startswith(("16K", "64K", "128K", "window", "1M"))
 
 
+@pytest.mark.slow
 def test_results_are_checked_printed_and_saved(tmp_path, monkeypatch, capsys, quick):
     devices, programs, gib = jax.devices()[:2], [], ring.gib
     monkeypatch.setattr(jax, "devices", lambda *_: devices)

@@ -72,6 +72,7 @@ def test_causal_attention_equals_flax():
     assert_close(got, (zigzag(out), kernels, (zigzag(d_x),)), 1e-5)
 
 
+@pytest.mark.slow
 def test_linen_equals_flax():
     """Causal by the option."""
     x = features(2)
@@ -96,6 +97,7 @@ def test_linen_equals_flax():
         custom.apply(params, x)
 
 
+@pytest.mark.slow
 def test_dtypes_are_promoted_and_default_precisions_accepted():
     attend = nnx_attention_fn(mesh=make_mesh(seq=2))
     q = random_like(jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32), 1)

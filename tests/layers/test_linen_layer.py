@@ -47,6 +47,7 @@ def test_it_has_the_nnx_layers_arguments():
     assert [name for name in shown if name not in LINEN_FIELDS] == list(got)
 
 
+@pytest.mark.slow
 def test_outputs_and_gradients_equal_the_nnx_layers():
     mesh, layout = mesh_of(seq=2, x=2), "zigzag"
     options: Any = {"is_causal": True, "layout": layout}

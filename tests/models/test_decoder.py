@@ -65,6 +65,7 @@ SIZES = {"data": 1, "outer": 2, "inner": 2, "heads": 2}
 AXES = {"seq_axis": ("outer", "inner"), "ulysses_axis": "heads"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "axes", "layout", "kind", "remat"),
     [

@@ -104,6 +104,7 @@ def train_state(model, optimizer):
     )
 
 
+@pytest.mark.slow
 def test_a_step_moves_adapters_alone():
     """The bfloat16 base does not change by a bit; adapters are float32."""
     mesh = mesh_of(fsdp=2, seq=2)

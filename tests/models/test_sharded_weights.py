@@ -62,6 +62,7 @@ def size_per_device(abstract):
 SELECTIVE = dataclasses.replace(CONFIG, remat="selective", remat_layers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kind", "options"),
     [
@@ -183,6 +184,7 @@ def formula_gradients():
     return float(value), gradients
 
 
+@pytest.mark.slow
 def test_gradients_of_gathered_weights_are_summed_in_float32():
     """The embedding's over tokens, the head's over chunks, although sent in bfloat16."""
     _, got = step_gradients(dataclasses.replace(SMALL, dtype=jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Mutation testing: which realistic faults of the library do the quick tests notice?
+"""Mutation testing: which realistic faults of the library do the tests on CPUs notice?
 
     python tests/mutants/run.py                      every mutant of table.py
     python tests/mutants/run.py --only score.py      those whose file, text or tests contain this
@@ -28,7 +28,7 @@ from pathlib import Path
 from table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-QUICK = "not slow and not cuda_compiler and not hopper_kernels and not replay"
+TESTS = "not cuda_compiler and not hopper_kernels and not replay"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Mutant:
 
 
 def pytest(checkout: Path, tests: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """The quick ones of the tests, up to the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-m", QUICK]
+    """The tests that CPUs run, up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--no-header", "-m", TESTS]
     # The cache of the checkout itself: most programs are those of the library as it is.
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     settings = {

@@ -72,6 +72,7 @@ def test_xla_is_exact(implementation, dtype, size):
         assert np.abs(a - b).max() < error, name
 
 
+@pytest.mark.slow
 @pytest.mark.mosaic_interpreter
 @pytest.mark.parametrize("implementation", [SM80, SM90], ids=lambda x: x.name)
 @pytest.mark.parametrize("size", [3e2, 3e4, 1e18])

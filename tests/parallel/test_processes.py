@@ -108,6 +108,7 @@ def seen(folder):
     return found
 
 
+@pytest.mark.slow
 def test_every_device_has_its_shard_of_the_batch(seen):
     cases = {"whole": 2, "whole, explicit": 2, "own": 2, "own, four parts": 4, "same rows": 1}
     for (case, data), process in itertools.product(cases.items(), (0, 1)):

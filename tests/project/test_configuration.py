@@ -26,6 +26,7 @@ def assert_same(got, want):
     assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
 
 
+@pytest.mark.slow
 def test_switches_change_no_bit_of_a_ring():
     """64-bit types on, and arrays of different ranks refused by every jnp function."""
     program = program_of(a_case("2", "zigzag", "packed_causal"))

@@ -60,6 +60,7 @@ def test_zero_gradients_fail():
             compare.assert_as_good_as(broken, one_device, truth, "bfloat16")
 
 
+@pytest.mark.slow
 def test_error_does_not_grow_with_the_ring():
     """With large logits, of 16-bit inputs; a second run gives the same bits."""
     case = a_case(4, "zigzag", "causal", "auto") | {"dtype": "bfloat16", "head_dim": 32}

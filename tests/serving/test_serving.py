@@ -226,6 +226,7 @@ def test_fully_masked_queries_are_zero():
     np.testing.assert_array_equal(out, jnp.zeros((1, 1, 2, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "value_dim", "window", "soft_cap", "splits", "scale", "config"),
     [

@@ -57,6 +57,7 @@ def server():
     return Generator(models(config, {"seq": 1}, "contiguous")[0], max_length=64, batch=2)
 
 
+@pytest.mark.slow
 def test_saved_caches(server, tmp_path):
     """Records with any value and a hash that is right."""
     list(server.generate(PROMPTS, 3))

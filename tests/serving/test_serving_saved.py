@@ -27,6 +27,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", in_tiers(SAVED, lambda case: f"{case[0]}-{case[1]}", SAVED[:1]))
 def test_generation_continues_from_a_saved_cache(case, tmp_path):
     before, after, layout, max_length, config = case

@@ -77,6 +77,7 @@ def test_float32_moments_are_those_of_optax():
         assert_close((updates, state), (want, want_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(adam, "CHUNK_ELEMENTS", 30)

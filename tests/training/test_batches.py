@@ -58,6 +58,7 @@ def test_padding_alone_makes_segment_ids():
     np.testing.assert_array_equal(natural["weights"], natural["segment_ids"])
 
 
+@pytest.mark.slow
 def test_prefixes_and_weights():
     """A target in the prefix has no weight, because its input attends to it."""
     rows, given = RNG.integers(0, 9, (2, 9)), RNG.uniform(1, 2, (2, 9))

@@ -27,6 +27,7 @@ def test_a_checkpoint_passes_on_a_mesh(folder, capsys):
     assert out.endswith("PASSED\n")
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp_path):
     def counted_from_zero(batch, length, vocabulary, seed):
         rows = np.random.default_rng(seed).integers(0, vocabulary, (batch, length + 1))
