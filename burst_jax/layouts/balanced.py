@@ -34,7 +34,8 @@ from typing import Any
 import numpy as np
 
 from burst_jax.errors import check_integer, shown
-from burst_jax.layouts.document_search import Found, RingCosts, pairs, search
+from burst_jax.layouts.document_search import Found, pairs, search
+from burst_jax.layouts.ring_costs import RingCosts
 
 # A ring zone is this many sixteenths of a shard, so that at most six programs are compiled.
 _ZONE_PARTS = (2, 4, 6, 8, 16)

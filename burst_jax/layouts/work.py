@@ -22,9 +22,9 @@ import dataclasses
 import numpy as np
 
 from burst_jax.errors import check_integer
-from burst_jax.layouts.document_search import RingCosts
 from burst_jax.layouts.documents import Runs, place_documents, runs_of
 from burst_jax.layouts.permutation import Layout, check_length, stripe_size, zone_size
+from burst_jax.layouts.ring_costs import RingCosts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
