@@ -142,4 +142,5 @@ class _BackwardState:
     def _add(self, names: tuple[Offset, ...]) -> None:
         """Adds up sums on this device; the result has the first name."""
         if names:
-            self.sums[names[0]] = self._kernels.add([self.sums.pop(name) for name in names])
+            sums = [self.sums.pop(name) for name in names]
+            self.sums[names[0]] = jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)

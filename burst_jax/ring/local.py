@@ -114,12 +114,12 @@ class LocalBackward:
         rotate_kv = rotation == "rotate_kv"
         lengths = inputs.q_length, inputs.kv_length
         self.route = route = request.route(*lengths, rotates_query=not rotate_kv)
-        stationary, rotating = swap(rotate_kv, inputs.query, inputs.kv)
+        stationary, rotating = _swap(rotate_kv, inputs.query, inputs.kv)
         stationary = _with_positions(request, route, route.local, stationary)
 
         def inputs_at(offset: Offset | jax.Array, block: Side) -> AttentionInputs:
             block = _with_positions(request, route, offset, block)
-            return AttentionInputs(*swap(rotate_kv, stationary, block), inputs.shared)
+            return AttentionInputs(*_swap(rotate_kv, stationary, block), inputs.shared)
 
         def bounds(offset: Offset | jax.Array, block: Side) -> Any:
             return implementation.backward_bounds(inputs_at(offset, block), spec=request.spec)
@@ -127,11 +127,11 @@ class LocalBackward:
         per_step = inputs.shared.block_mask is not None
         self._bounds_at = _bounds_at(route, rotating, bounds, per_step)
         whole = self._bounds_at(route.local, rotating)
-        self._local_bounds = bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
+        self._local_bounds = _bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
         self.splits_local = "first" in self._local_bounds
         self.rotating = rotating
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
-        accumulator = dq_accumulator(
+        accumulator = _dq_accumulator(
             implementation, request.spec, inputs_at(route.local, rotating), whole, route, rotate_kv
         )
         # With one step and no Ulysses axis (which may sum gradients of copied heads) nothing is
@@ -154,16 +154,12 @@ class LocalBackward:
         local = offset == self.route.local
         bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
         inputs = self._inputs_at(offset, block)
-        dq, dkv = swap(self._rotate_kv, stationary, rotating)
-        return swap(self._rotate_kv, *self._gradients(inputs, bounds, dq, dkv))
-
-    def add(self, sums: list[Any]) -> Any:
-        """The sum of partial gradients of the rotating side."""
-        return jax.tree.map(lambda x, *rest: sum(rest, start=x), *sums)
+        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
+        return _swap(self._rotate_kv, *self._gradients(inputs, bounds, dq, dkv))
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
-        dq, dkv = swap(self._rotate_kv, stationary, rotating)
+        dq, dkv = _swap(self._rotate_kv, stationary, rotating)
         return self._gradients.dq(dq, self._inputs_at(self.route.local, self.rotating)), dkv
 
 
@@ -217,7 +213,7 @@ class Gradients:
         return self._accumulator.finish(dq, inputs, spec=self._spec)
 
 
-def bounds_of_parts(
+def _bounds_of_parts(
     implementation: Implementation, whole: Any, *, alone: bool = False
 ) -> dict[Part, Any]:
     """The backward bounds of the local block's parts: whole, and first and second half.
@@ -231,7 +227,7 @@ def bounds_of_parts(
     return {"whole": whole, "first": first, "second": second}
 
 
-def dq_accumulator(
+def _dq_accumulator(
     implementation: Implementation,
     spec: AttentionSpec,
     inputs: AttentionInputs,
@@ -257,7 +253,7 @@ def dq_accumulator(
     return accumulator if size <= inputs.query.q.size * 4 else None
 
 
-def swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
+def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     """(query's, KV's) from (stationary, rotating), and the inverse: a swap if queries rotate."""
     return (first, second) if rotate_kv else (second, first)
 

@@ -222,7 +222,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
     # Computed after the loops it would take a register there (dropout with segment ids).
-    lane = backward_step.first_lane(static, warpgroup)
+    lane = static.first_lane(warpgroup)
     masked_end = work.steps_before + work.iterator.masked * static.groups
 
     def copy_ahead(masked, operand, step):

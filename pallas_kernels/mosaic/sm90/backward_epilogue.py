@@ -62,7 +62,7 @@ def add_dq(
     staging[...] = dq
     plgpu.commit_smem()
     queries = pl.ds(at.tile * block_q, block_q)
-    lanes = pl.ds(warpgroup * static.half_dim, static.half_dim)
+    lanes = pl.ds(static.first_lane(warpgroup), static.half_dim)
     target = total.at[at.batch, queries, at.head, lanes]
     plgpu.copy_smem_to_gmem(staging, target, predicate=predicate, reduction_op="add")
 

@@ -294,7 +294,7 @@ def _add_products(
     def products(dv_acc, dk_acc, dq_acc):
         dv_acc[...] = state.dv
         dk_acc[...] = state.dk
-        lane = first_lane(static, data.at.warpgroup)
+        lane = static.first_lane(data.at.warpgroup)
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup, lane)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
@@ -317,15 +317,10 @@ def _add_products(
     return pl.run_scoped(products, dv_acc, dk_acc, _dq_accumulator(static))
 
 
-def first_lane(static: BackwardStatic, warpgroup: Any) -> Any:
-    """The first lane of the warpgroup's part of dQ, where that is half of the lanes."""
-    return warpgroup * static.half_dim
-
-
 def last_dq(consumer: Consumer, lane: Any) -> jax.Array:
     """The warpgroup's part of dQ of the work tile's last step, which no further step computes.
 
-    ``lane``: its :func:`first_lane`.
+    ``lane``: its :meth:`BackwardStatic.first_lane`.
     """
 
     def product(dq_acc):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -238,6 +238,10 @@ class BackwardStatic(Sm90Static):
         if self.config.dq_by_rows:
             return WARPGROUP_ROWS, self.head_dim
         return self.config.block_q, self.half_dim
+
+    def first_lane(self, warpgroup: Any) -> Any:
+        """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""
+        return warpgroup * self.half_dim
 
     @property
     def bias_is_affine(self) -> bool:
