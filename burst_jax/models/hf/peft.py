@@ -181,7 +181,7 @@ def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
         stem = "base_model.model." + names[*path[:-1], "kernel"].removesuffix("weight")
         name = stem + {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}[path[-1]]
         layers = tuple(name.format(layer=i) for i in range(config.num_layers))
-        weights.append(Weight(path, layers, True, tuple(array.shape[1:]), 1))
+        weights.append(Weight(path, layers, (config.num_layers,), tuple(array.shape[1:]), 1))
     return weights
 
 
