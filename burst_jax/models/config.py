@@ -211,12 +211,19 @@ class DecoderConfig:
         return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
 
     @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names of the projections with low-rank adapters."""
+        if self.lora is None:
+            return ()
+        return self.lora.among([*self._attention_sizes, *self.feed_forward.projections(self)])
+
+    @property
     def num_adapter_params(self) -> int:
         """Number of weights of the low-rank adapters; 0 without any."""
         if self.lora is None:
             return 0
         sizes = self._attention_sizes | self.feed_forward.projections(self)
-        features = sum(sum(sizes[name]) for name in self.lora.projections)
+        features = sum(sum(sizes[name]) for name in self.adapted)
         return self.num_layers * self.lora.rank * features
 
     @property

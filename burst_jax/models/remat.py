@@ -38,7 +38,7 @@ from pallas_kernels.inputs import Carry
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
 # (x, weights, frozen, shared, attention_fn) -> ((x, sums), aux), see DecoderLayer.
-LayerWithAux = Callable[..., tuple[jax.Array, Any]]
+LayerWithAux = Callable[..., tuple[tuple[jax.Array, Any], Any]]
 
 # Checkpoint names of a layer's intermediates.
 LAYER_INPUT = "layer_input"

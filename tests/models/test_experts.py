@@ -17,7 +17,15 @@ from split_runs import CONFIG as TRAINED
 from split_runs import ONE, losses
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, Experts, MixtureOfExperts
+from burst_jax.layers.lora import set_adapter
+from burst_jax.models import (
+    DecoderConfig,
+    Experts,
+    Lora,
+    MixtureOfExperts,
+    abstract_decoder,
+    save_adapter,
+)
 from burst_jax.models.experts import Sums
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.parallel.collectives import psum_manual
@@ -35,7 +43,10 @@ def formula(weights, x, config, present):
     """The output, and the sums over tokens, from each expert on all tokens."""
     experts, xs = config.experts, x.reshape(-1, x.shape[-1])
     keep = present.reshape(-1, 1) != 0
-    logits = xs @ weights["router"]["kernel"] + weights["router"].get("bias", 0)
+    router = weights["router"]
+    logits = xs @ router["kernel"] + router.get("bias", 0)
+    if config.lora is not None:
+        logits = logits + config.lora.scale * xs @ router["kernel_lora_a"] @ router["kernel_lora_b"]
     scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
     chosen = jax.lax.stop_gradient(logits) >= jnp.sort(logits, -1)[:, [-experts.per_token]]
     chosen = chosen & keep
@@ -57,7 +68,9 @@ def formula(weights, x, config, present):
         up = jnp.where(jnp.abs(up) > experts.clamp, experts.clamp * jnp.sign(up), up)
         return linear("down", gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1))
 
-    out = sum(of_experts[:, [e]] * mlp(weights, e, xs) for e in range(experts.count))
+    out = jnp.zeros_like(xs)
+    for e in range(experts.count):
+        out = out + of_experts[:, [e]] * mlp(weights, e, xs)
     if "shared" in weights:
         out = out + mlp(weights["shared"], None, xs)
     normalized = scores / scores.sum(-1, keepdims=True)
@@ -73,12 +86,15 @@ def formula(weights, x, config, present):
         (Experts(5, 2, shared_dim=8), {}),
         (Experts(6, 3, score="sigmoid", normalize=False, router_bias=True), {"remat": "selective"}),
         (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True}),
-        (Experts(7, 1, score="sigmoid"), {"activation": "silu"}),
+        (Experts(7, 1, score="sigmoid"), {"lora": Lora(2, alpha=3.0)}),
     ],
 )
 def test_values_sums_and_gradients_are_the_formula(experts, fields):
     config = dataclasses.replace(CONFIG, experts=experts, **fields)
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+    if config.lora is not None:
+        a, b = jnp.zeros((D, 2)), jnp.zeros((2, experts.count))
+        set_adapter(layer.router, a, b, config.lora.scale)
     graphdef, state = nnx.split(layer)
     state = jax.tree.map(lambda x: x / 4, random_like(state, 0))
     rng = np.random.default_rng(3)
@@ -146,7 +162,11 @@ def test_training_is_that_of_each_expert_on_all_tokens(sizes, kind, fields, step
     ("make", "error", "message"),
     [
         (lambda: Experts(4, 5), ValueError, "per_token is 5: it must be .* at most 4"),
-        (lambda: Experts(4, 2, score="max"), ValueError, "score is 'max': use one of 'softmax', "),
+        (
+            lambda: Experts(4, 2, score="max"),  # pyrefly: ignore
+            ValueError,
+            "score is 'max': use one of 'softmax', ",
+        ),
         (lambda: Experts(4, 2, clamp=0.0), ValueError, "clamp is 0.0: it must be positive"),
         (lambda: Experts(4, 2, z_loss=-1.0), ValueError, "z_loss is -1.0: it must be 0, which is"),
         (
@@ -175,3 +195,18 @@ def test_the_active_weights_are_counted():
     config = dataclasses.replace(CONFIG, experts=Experts(5, 2, shared_dim=8), num_layers=1)
     dense = dataclasses.replace(config, feed_forward=GatedMLP, experts=None)
     assert config.num_matmul_params - dense.num_matmul_params == D * (5 + 3 * (2 * M + 8 - M))
+
+
+def test_adapters_are_of_attention_and_the_router(tmp_path):
+    config = dataclasses.replace(CONFIG, num_layers=2, lora=Lora(2))
+    assert config.adapted == ("query", "key", "value", "out", "router")
+    mesh = mesh_of(fsdp=2, seq=2)
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=ShardingRules.of(mesh))
+    adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
+    assert sum(x.size for x in jax.tree.leaves(adapters)) == config.num_adapter_params
+    specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
+    assert specs["layers"]["mlp"]["router"]["kernel_lora_a"].get_value() == jax.P(None, None, None)
+    up = specs["layers"]["mlp"]["up"]["kernel"].get_value()
+    assert up == jax.P(None, None, ("fsdp", "seq"), None)
+    with pytest.raises(NotImplementedError, match="adapter of the router, which peft does not"):
+        save_adapter(nnx.merge(graphdef, random_like(shapes, 0)), tmp_path / "adapter")

@@ -87,7 +87,7 @@ def weights_of(shapes: Any, family: Family) -> list[Weight]:
     for path, leaf in flat_weights(shapes).items():
         given = family.names[path]
         fused = given if isinstance(given, Fused) else None
-        name = given if fused is None else fused.name
+        name = given.name if isinstance(given, Fused) else given
         count = 0 if path[0] != "layers" else 2 if "{expert}" in name else 1
         leading, shape = leaf.shape[:count], leaf.shape[count:]
         keys = ("layer", "expert")[:count]
