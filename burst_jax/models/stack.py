@@ -272,14 +272,14 @@ def _scan(
 def _in_order(blocks: Sequence[Block], outs: Sequence[tuple[Any, ...]]) -> Any:
     """The outs of :func:`_scan` of all layers, ``[L, ...]``."""
 
-    def joined(block: Block, *parts: jax.Array) -> jax.Array:
+    def concatenated(block: Block, *parts: jax.Array) -> jax.Array:
         if block.repeats == 1:
             return jnp.concatenate(parts)
         each = jnp.concatenate(parts, axis=1)
         return each.reshape(-1, *each.shape[2:])
 
     of_blocks = [
-        jax.tree.map(partial(joined, block), *parts)
+        jax.tree.map(partial(concatenated, block), *parts)
         for block, parts in zip(blocks, outs, strict=True)
     ]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
-from meshes import assert_close, mesh_of, random_like
+from jaxprs import count, equations
+from meshes import assert_close, make_mesh, mesh_of, random_like
 from split_runs import CONFIG as TRAINED
 from split_runs import ONE, losses
 
@@ -120,6 +122,20 @@ def test_values_sums_and_gradients_are_the_formula(experts, fields):
         X,
     )
     assert_close((found, nnx.to_pure_dict(dweights), dx), (want, *gradients), 1e-5)
+
+
+def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
+    """A recomputation that rounds otherwise would send tokens to other experts."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=2, num_heads=2, head_dim=8, experts=Experts(64, 2), remat="selective"
+    )
+    jaxpr = decoders.traced_gradient(config, make_mesh(), 4, 32)
+    sizes = [out.aval.size for each, _ in equations(jaxpr) for out in each.outvars]
+    # The experts' own weights; tokens x experts x features are more.
+    assert max(sizes) == 2 * 64 * D * M < 4 * 32 * 64 * D
+    assert count(jaxpr, "top_k") == 1
+    all_again = dataclasses.replace(config, remat="full")
+    assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
 
 
 class OnAllTokens(MixtureOfExperts):

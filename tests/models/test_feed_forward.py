@@ -186,7 +186,9 @@ def test_what_is_known_of_a_feed_forward_of_ones_own():
             abstract_decoder(dataclasses.replace(MIXTURE, lora=Lora(RANK, targets=targets)))
     with pytest.raises(NotImplementedError, match="no model family"):
         config_json(MIXTURE, "float32", 64)
-    with pytest.raises(NotImplementedError, match="feed_forward is Mixture: the planner supports GatedM"):
+    with pytest.raises(
+        NotImplementedError, match="feed_forward is Mixture: the planner supports GatedM"
+    ):
         burst_jax.plan.training(MIXTURE, length=64, batch=8)
     with pytest.raises(ValueError, match="feed_forward is 'moe': use a subclass of burst_jax"):
         dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore
