@@ -38,6 +38,7 @@ from pallas_kernels.timing import median_time
 
 # XLA crashes in this pass (JAX 0.11) if kernels read slices of blocks that were never sent.
 _OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_ROUNDS = 9
 MIXES = ("sft", "8K each", "long mix", "one document")
 
 
@@ -253,17 +254,19 @@ def measure(
     for mix, seed, lengths in draws:
         ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
         calls = [functools.partial(f, *long, ids) for f in of_whole]
-        ideal = np.array([1e3 * median_time(call) / case.devices for call in calls])
-        for layout in layouts:
-            name, orders = order_of(case, layout, lengths)
+        placed = [order_of(case, layout, lengths) for layout in layouts]
+        for name, orders in placed:
             device = device_fields(case, name, orders)
             given = [device | {"shard": jnp.int32(i)} for i in range(case.devices)]
-            times = np.array([_times(made[name], arrays, each) for each in given])
-            slowest = times.max(0)
+            calls += [functools.partial(f, arrays, each) for each in given for f in made[name]]
+        times = _times(calls).reshape(-1, len(of_whole))
+        ideal, times = times[0] / case.devices, times[1:].reshape(len(layouts), case.devices, -1)
+        for (name, _), each in zip(placed, times, strict=True):
+            slowest = each.max(0)
             yield {
                 "mix": mix, "seed": seed, "documents": len(lengths), "longest": max(lengths),
                 "layout": name, "ideal": ideal.tolist(), "slowest": slowest.tolist(),
-                "mean": times.mean(0).tolist(), "share": (ideal / slowest).tolist(),
+                "mean": each.mean(0).tolist(), "share": (ideal / slowest).tolist(),
             }  # fmt: skip
 
 
@@ -275,11 +278,13 @@ def _ranks(orders: np.ndarray, zone: int) -> np.ndarray:
     return np.argsort(np.lexsort((order, ids))).astype(np.int32).reshape(n, batch, zone)
 
 
-def _times(programs: list[Any], arrays: tuple[jax.Array, ...], device: Any) -> list[float]:
-    """Milliseconds of each program on a device."""
-    # With short rounds the slowest of eight devices is one whose clock was lowered: 5 % off.
-    calls = [functools.partial(f, arrays, device) for f in programs]
-    return [1e3 * median_time(call, 7, 0.04) for call in calls]
+def _times(calls: list[Any]) -> np.ndarray:
+    """Milliseconds of each call, the median of rounds over all of them.
+
+    One after the other, equal devices would differ by 9 %: the GPU's clock changes meanwhile.
+    """
+    rounds = [[1e3 * median_time(call, 1, 0.02) for call in calls] for _ in range(_ROUNDS)]
+    return np.median(rounds, 0)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -41,4 +41,4 @@ def test_every_layout_is_timed(monkeypatch):
     assert [record["layout"].partition(":")[0] for record in records] == ["balanced", "zigzag"]
     # The whole sequence on one device takes half the time of the slowest of two.
     assert all(record["share"] == [0.5, 0.5] for record in records)
-    assert len(calls) == 2 + 2 * 2 * 2
+    assert len(calls) == packed._ROUNDS * (2 + 2 * 2 * 2)
