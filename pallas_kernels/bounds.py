@@ -6,7 +6,8 @@ The bounds of a tile are ``(first, full_first, full_end, end)``, in tiles of the
     [full_first, full_end)   no score is masked: no mask arithmetic
     [full_end, end)          may be partly masked: the kernel applies the mask
 
-Tiles outside ``[first, end)`` are masked entirely. Empty bounds are ``(0, 0, 0, 0)``.
+Tiles outside ``[first, end)`` are masked entirely. Empty bounds are ``(0, 0, 0, 0)``. The parts of
+a tile, if it has several, can each skip some of ``[full_end, end)``, from the end.
 
 With a block-sparse mask the tiles are not contiguous, so a tile has a list instead::
 
@@ -25,6 +26,7 @@ are constants of the program. On the GPU they take up to seven launches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,15 +49,29 @@ def query_bounds(
     kv: KVSide,
     tiles: Tiles,
     block_mask: BlockMask | None = None,
+    parts: int = 1,
 ) -> jax.Array:
     """Bounds in KV tiles for every query tile.
 
+    Args:
+      mask: the mask.
+      query: positions, segment ids and KV bounds of the queries.
+      kv: positions and segment ids of the keys.
+      tiles: the tile sizes.
+      block_mask: the block-sparse mask; None: none.
+      parts: equal parts of a query tile that skip tiles each for itself; 1 with a block-sparse
+        mask.
+
     Returns:
       int32 ``[R, ceil(T / block_q), 4]``; R is B if sequences differ in segment ids or KV bounds,
-      else 1. With a block-sparse mask lists, int32 ``[R, N or 1, query tiles, 2 + KV tiles]``.
+      else 1. With several parts, each part's number of skipped tiles follows:
+      ``[R, ceil(T / block_q), 4 + parts]``. With a block-sparse mask lists, int32
+      ``[R, N or 1, query tiles, 2 + KV tiles]``.
     """
+    if parts > 1:
+        tiles = dataclasses.replace(tiles, block_q=tiles.block_q // parts)
     possible, full = _tiles(mask, query, kv, tiles, block_mask)
-    return _ranges(possible, full) if block_mask is None else _lists(possible, full)
+    return _ranges(possible, full, parts) if block_mask is None else _lists(possible, full)
 
 
 def key_bounds(
@@ -184,7 +200,7 @@ def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str
     return dict(zip(parts, _reduce(*parts.values()), strict=True))
 
 
-def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
+def _ranges(possible: jax.Array, full: jax.Array, parts: int = 1) -> jax.Array:
     count, xp = possible.shape[-1], _module(possible, full)
     index = xp.arange(count, dtype=np.int32)
     # The range of full tiles is the first run of them. Causal and window masks have only one run.
@@ -197,10 +213,28 @@ def _ranges(possible: jax.Array, full: jax.Array) -> jax.Array:
         (lax.min, count, xp.where(full, index, count)),
         (lax.min, count, xp.where(before & ~full, index, count)),
     )
+    part_end = end
+    if parts > 1:
+        # A part that attends to no key does not make the others mask their tiles.
+        full_first, full_end = xp.where(end > 0, full_first, 0), xp.where(end > 0, full_end, count)
+        padding = ((0, 0), (0, -first.shape[1] % parts))
+
+        def by_tile(x, fill):
+            x = xp.pad(x, padding, constant_values=fill)
+            return x.reshape(x.shape[0], -1, parts)
+
+        part_end = by_tile(end, 0)
+        first, end = by_tile(first, count).min(-1), part_end.max(-1)
+        full_first, full_end = by_tile(full_first, 0).max(-1), by_tile(full_end, count).min(-1)
     first = xp.minimum(first, end)
     full_first = xp.clip(full_first, first, end)
     full_end = xp.clip(full_end, full_first, end)
-    return xp.stack([first, full_first, full_end, end], axis=-1)
+    bounds = xp.stack([first, full_first, full_end, end], axis=-1)
+    if parts == 1:
+        return bounds
+    skipped = xp.minimum(end[..., None] - part_end, (end - full_end)[..., None])
+    skipped = xp.where(part_end > 0, skipped, count)
+    return xp.concatenate([bounds, skipped], axis=-1)
 
 
 def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:

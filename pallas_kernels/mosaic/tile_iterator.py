@@ -16,8 +16,8 @@ class TileIterator:
     """The tiles within a work tile's bounds, in loop order: tiles that need a mask, then full ones.
 
     Args:
-      bounds: reference to tile bounds, int32 ``[1 or B, tiles, 4]``, or to tile lists, int32
-        ``[1 or B, 1 or heads, tiles, 2 + tiles of the other side]``
+      bounds: reference to tile bounds, int32 ``[1 or B, tiles, 4 or 4 + parts]``, or to tile
+        lists, int32 ``[1 or B, 1 or heads, tiles, 2 + tiles of the other side]``
         (:mod:`pallas_kernels.bounds`).
       batch: batch index of the work tile.
       head: head index of the work tile.
@@ -25,6 +25,7 @@ class TileIterator:
       last: index of the last tile of the other side.
       rotate: index of the full tile to start with; the loop wraps around. None starts with the
         first one.
+      descending: whether the tiles that need a mask are visited from the last to the first.
 
     Attributes:
       masked: int32, number of tiles that need a mask.
@@ -33,10 +34,12 @@ class TileIterator:
     """
 
     def __init__(
-        self, bounds: Any, batch: Any, head: Any, tile: Any, last: int, rotate: Any = None
-    ):
+        self, bounds: Any, batch: Any, head: Any, tile: Any, last: int, rotate: Any = None,
+        descending: bool = False,
+    ):  # fmt: skip
         batch = batch if bounds.shape[0] != 1 else i32(0)
-        self._last, self._list = i32(last), None
+        self._last, self._list, self._descending = i32(last), None, descending
+        self._skipped = None
         if len(bounds.shape) == 4:
             at = (batch, head if bounds.shape[1] != 1 else i32(0), tile)
             self._list = lambda index: bounds[(*at, index + 2)]
@@ -45,6 +48,8 @@ class TileIterator:
             first, full_end = i32(0), end
         else:
             first, full_first, full_end, end = (bounds[(batch, tile, i32(c))] for c in range(4))
+            if bounds.shape[2] > 4:
+                self._skipped = lambda part: bounds[(batch, tile, part + 4)]
         self._derive(first, full_first, full_end, end)
         self._rotate = None if rotate is None else lax.rem(rotate, jnp.maximum(self.full, 1))
 
@@ -68,6 +73,8 @@ class TileIterator:
         ``masked``: whether the step may be one whose tile needs a mask.
         """
         i = step - self.masked
+        if self._descending:
+            step = jnp.where(i < 0, -1 - i, step)
         if self._rotate is not None:
             i = i + self._rotate
             count = self._full_end - self._full_first
@@ -92,3 +99,12 @@ class TileIterator:
         """The ``index``-th full tile, without ``rotate``; past the last one any valid tile."""
         tile = jnp.minimum(self._full_first + index, self._last)
         return tile if self._list is None else self._list(tile)
+
+    def skipped(self, part: Any) -> jax.Array | None:
+        """How many of the first loop steps a part of the work tile can skip, not all of them.
+
+        None if bounds are not given by parts (``query_bounds(..., parts)``).
+        """
+        if self._skipped is None:
+            return None
+        return jnp.minimum(self._skipped(part), jnp.maximum(self.total - 1, 0))

@@ -21,6 +21,7 @@ from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import _summary, lists_for_all, over_batch, split_tiles
 
 HUGE = 2**31 - 1
+PARTS = 3
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -30,7 +31,9 @@ def tables(masks, q_tokens, kv_tokens, tiles):
     for mask in masks:
         by_query = query_bounds(mask, q_tokens, kv_tokens, tiles)
         by_key = key_bounds(mask, q_tokens, kv_tokens, tiles)
-        found.append((by_query, by_key, over_batch(by_query)))
+        of_parts = Tiles(PARTS * tiles.block_q, tiles.block_kv)
+        by_parts = query_bounds(mask, q_tokens, kv_tokens, of_parts, parts=PARTS)
+        found.append((by_query, by_key, over_batch(by_query), by_parts))
     return found
 
 
@@ -85,6 +88,26 @@ def assert_right(bounds, some, whole, *, tight=False):
         np.testing.assert_array_equal(full, whole)
 
 
+def assert_parts_right(bounds, some, whole, *, tight=False):
+    """The same of PARTS rows each, which may skip tiles from the end of the masked ones."""
+    bounds, count = np.asarray(bounds), some.shape[-1]
+    assert bounds.dtype == np.int32
+    padding = ((0, 0), (0, -some.shape[1] % PARTS), (0, 0))
+    some, whole = (np.pad(x, padding).reshape(len(some), -1, PARTS, count) for x in (some, whole))
+    full_end, end, skipped = bounds[..., 2, None], bounds[..., 3, None], bounds[..., 4:]
+    assert skipped.shape == some.shape[:-1]
+    # Parts that skip everything, like those past the last query, need no mask.
+    everything = skipped == count
+    assert_right(bounds[..., :4], some.any(2), (whole | everything[..., None]).all(2))
+    assert ((skipped <= end - full_end) | everything).all()
+    visited = np.arange(count) < (end - skipped)[..., None]
+    assert not (some & ~visited).any(), "a tile that counts is skipped"
+    if tight:
+        last = np.where(some, np.arange(count) + 1, 0).max(-1)
+        most = np.where(last > 0, np.minimum(end - last, end - full_end), count)
+        np.testing.assert_array_equal(skipped, most)
+
+
 def check(masks, q_tokens, kv_tokens, tiles, tight=False):
     """Both sides' bounds, held to the dense mask; ``tight`` may be a function of the mask.
 
@@ -96,6 +119,7 @@ def check(masks, q_tokens, kv_tokens, tiles, tight=False):
         exact = tight(mask) if callable(tight) else tight
         assert_right(found[0], some, whole, tight=exact)
         assert_right(found[1], some.swapaxes(1, 2), whole.swapaxes(1, 2), tight=exact)
+        assert_parts_right(found[3], some, whole, tight=exact)
         if q_tokens.segment_ids is None and not q_tokens.kv_bounds:
             q, kv = (x._replace(positions=np.asarray(x.positions)) for x in (q_tokens, kv_tokens))
             for bounds, traced in zip((query_bounds, key_bounds), found[:2], strict=True):

@@ -75,21 +75,26 @@ def test_number_of_ctas():
 # --- the tiles of one work tile ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotate", [None, 3])
-def test_every_tile_inside_the_bounds_is_visited_once(rotate):
+@pytest.mark.parametrize(("rotate", "descending"), [(None, False), (3, False), (3, True)])
+def test_every_tile_inside_the_bounds_is_visited_once(rotate, descending):
     """Copies are started ahead: what no step needs may be any tile, but not out of bounds."""
     turn = None if rotate is None else jnp.int32(rotate)
     for bounds in itertools.combinations_with_replacement(range(5), 4):
         first, full_first, full_end, end = bounds
-        iterator = TileIterator(jnp.asarray([[bounds]], jnp.int32), ZERO, ZERO, ZERO, 4, turn)
+        table = jnp.asarray([[[*bounds, 1, 9]]], jnp.int32)
+        iterator = TileIterator(table, ZERO, ZERO, ZERO, 4, turn, descending)
         steps = [int(iterator.tile(jnp.int32(step))) for step in range(7)]
         masked, total = int(iterator.masked), int(iterator.total)
-        assert steps[:masked] == [*range(first, full_first), *range(full_end, end)]
+        in_order = [*range(first, full_first), *range(full_end, end)]
+        assert steps[:masked] == (in_order[::-1] if descending else in_order)
         start = full_first + (rotate or 0) % max(1, full_end - full_first)
         assert steps[masked:total] == [*range(start, full_end), *range(full_first, start)]
         assert set(steps) <= set(range(5))
         # What kernels call that loop over masked and full tiles apart.
-        assert [int(iterator.masked_tile(jnp.int32(i))) for i in range(masked)] == steps[:masked]
+        assert [int(iterator.masked_tile(jnp.int32(i))) for i in range(masked)] == in_order
+        # One step is never skipped.
+        skipped = [int(iterator.skipped(jnp.int32(part)) or 0) for part in range(2)]
+        assert skipped == [min(1, max(total - 1, 0)), max(total - 1, 0)]
         full = [int(iterator.full_tile(jnp.int32(i))) for i in range(total - masked)]
         assert full == list(range(full_first, full_end))
 

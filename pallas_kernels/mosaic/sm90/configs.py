@@ -115,7 +115,7 @@ def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig
         a bias together with segment ids or a window.
     """
     if head_dim <= 64 and not needs_registers:
-        return MosaicConfig(192, 128, 2)
+        return MosaicConfig(192, 128, 3)
     if head_dim <= 128:
         return MosaicConfig(128, 128, 2)
     return MosaicConfig(128, 64, 2)

@@ -10,6 +10,9 @@ incoming (o, lse) and writes it, in place where possible.
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
 cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
+
+The KV tiles that need a mask are visited from the last to the first. The consumers whose queries
+come first, or are padding, then skip the first steps: they only mark the stages as read.
 """
 
 from __future__ import annotations
@@ -116,8 +119,13 @@ def forward_bounds(
     inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
 ) -> jax.Array:
     """The tile bounds that :func:`forward` reads with the same config."""
-    tiles = (config or _shipped_config(inputs, spec)).tiles
-    return query_bounds(spec.mask, inputs.query, inputs.kv, tiles, inputs.shared.block_mask)
+    config = config or _shipped_config(inputs, spec)
+    block_mask = inputs.shared.block_mask
+    # Only tiles with more queries than keys have consumers that can skip much. The CTAs of a
+    # cluster would still wait for each other.
+    skips = config.block_q > config.block_kv and config.cluster == 1 and block_mask is None
+    parts = config.block_q // WARPGROUP_ROWS if skips else 1
+    return query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
 
 
 def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfig:
@@ -148,7 +156,9 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
     )  # fmt: skip
 
     def iterator_of(batch, head, tile):
-        return TileIterator(inputs.bounds, batch, head, tile, last=static.kv_tiles - 1)
+        return TileIterator(
+            inputs.bounds, batch, head, tile, last=static.kv_tiles - 1, descending=True
+        )
 
     run_all = functools.partial(
         for_each_work_tile, static.work_tiles, scheduler, iterator_of, skip_empty=True
@@ -324,9 +334,14 @@ def _consume(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wor
     """One work tile of a consumer: the KV loop and the epilogue."""
     consumer = Consumer.of(static, refs, warpgroup, work)
     plgpu.barrier_wait(refs.memory.q_arrived.at[warpgroup])
-    state = _first_step(consumer)
-    masked_end = jnp.maximum(work.iterator.masked, 1)
-    state = lax.fori_loop(i32(1), masked_end, functools.partial(_step, consumer, True), state)
+    first = work.iterator.skipped(warpgroup)
+    if first is None:
+        first = i32(0)
+    else:
+        pl.loop(i32(0), first)(functools.partial(_skip_step, consumer))
+    state = _first_step(consumer, first)
+    masked_end = jnp.maximum(work.iterator.masked, first + 1)
+    state = lax.fori_loop(first + 1, masked_end, functools.partial(_step, consumer, True), state)
     state = lax.fori_loop(masked_end, work.steps, functools.partial(_step, consumer, False), state)
 
     # Waits until the previous work tile's results have left the staging buffers.
@@ -349,23 +364,33 @@ def _write_without_keys(
     forward_epilogue.finish(consumer, acc, *forward_scores.start_softmax(consumer))
 
 
-def _first_step(consumer: Consumer) -> _State:
-    """The first KV tile, which has no tile before it."""
+def _skip_step(consumer: Consumer, step: Any) -> None:
+    """A KV tile to which none of this consumer's queries attends."""
+    memory, v_stage = consumer.refs.memory, consumer.v_stage(step)
+    _copy_ahead(consumer, step, masked=True)
+    _wait_for_keys(consumer, step)
+    _free_keys(consumer, consumer.stage(step))
+    plgpu.barrier_wait(memory.v_arrived.at[v_stage])
+    consumer.free_stage(memory.v_free, v_stage)
+
+
+def _first_step(consumer: Consumer, step: Any) -> _State:
+    """The first KV tile that is not skipped, which has no tile before it."""
     static, work = consumer.static, consumer.work
-    _wait_for_keys(consumer, i32(0))
+    _wait_for_keys(consumer, step)
 
     def products(scores_ref):
-        _issue_scores(consumer, scores_ref, consumer.stage(i32(0)))
-        _copy_ahead(consumer, i32(0), masked=True)
+        _issue_scores(consumer, scores_ref, consumer.stage(step))
+        _copy_ahead(consumer, step, masked=True)
         return scores_ref[...]
 
     scores = pl.run_scoped(products, _accumulators(static)[0])
-    _free_keys(consumer, consumer.stage(i32(0)))
-    _free_queries(consumer, work.steps == 1)
+    _free_keys(consumer, consumer.stage(step))
+    _free_queries(consumer, step == work.steps - 1)
     m, total = forward_scores.start_softmax(consumer)
-    p, m, total, _ = forward_scores.update_softmax(consumer, i32(0), scores, m, total, masked=True)
+    p, m, total, _ = forward_scores.update_softmax(consumer, step, scores, m, total, masked=True)
     p = p.astype(static.dtype)
-    _wait_for_keys(consumer, i32(1))
+    _wait_for_keys(consumer, step + 1)
     acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
     return _State(p, acc, m, total)
 
@@ -387,11 +412,13 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         p, m, total, shrink = forward_scores.update_softmax(
             consumer, step, scores, state.m, state.total, masked
         )
+        # This branch keeps the assembler from moving the wait for the product above before the
+        # exponentials.
+        _wait_for_keys(consumer, step + 1)
         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
-        _wait_for_keys(consumer, step + 1)
         consumer.free_stage(memory.v_free, v_stage)
         # Most tiles hold no new maximum: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
