@@ -338,11 +338,8 @@ def for_each_work_tile(
     if not is_producer or work_tiles.cluster > 1:
         scheduler.release_slots(is_producer)
     _, steps = lax.while_loop(lambda state: state[0] < end, body, first)
-    if work_tiles.cluster > 1:
-        if inline is not None:
-            pl.when(inline.fetches)(scheduler.drain)
-        elif is_producer:
-            scheduler.drain()
+    if work_tiles.cluster > 1 and is_producer:
+        scheduler.drain()
     return steps
 
 

@@ -122,23 +122,31 @@ def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options
     assert not seen.serialized
 
 
+# Without a producer warpgroup: bytes of stack, for what a work tile keeps over its loop. Steps read
+# of it what their copies need, while products run.
+SHARED_STACK = {
+    ("backward", 128, "causal"): 80, ("backward", 128, "deterministic"): 144,
+    ("backward", 64, "causal"): 144,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("half", "dim", "options"),
     [
         ("forward", 64, {}), ("forward", 128, FULL | FRESH), ("forward", 256, FULL),
-        ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
-        ("backward", 128, {"deterministic": True}),
+        ("backward", 64, {}), ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
+        ("backward", 128, {}), ("backward", 128, {"deterministic": True}),
     ],
     ids=call_id,
 )  # fmt: skip
 def test_kernels_without_a_producer_warpgroup(monkeypatch, report, half, dim, options):
-    """With any JAX. At head dim 128 the backward spills what a work tile keeps over its loop."""
+    """With any JAX."""
     monkeypatch.setattr(configs, "EQUAL_REGISTERS_SINCE", (0,))
     seen = report(half, dim, **options)
     assert len(seen.kernels) == 1
-    most_stack, most_spills = (144, 420) if (half, dim) == ("backward", 128) else (0, 0)
-    assert seen.stack <= most_stack
-    assert seen.spills <= most_spills
+    stack = SHARED_STACK.get((half, dim, call_id(options)), 0)
+    assert seen.stack <= stack, seen
+    assert seen.spills <= 4 * stack, seen
     assert not seen.serialized
 
 

@@ -52,6 +52,10 @@ SPEC = AttentionSpec.of
         (lambda: MosaicConfig(128, 100, 2), "block_kv is 100: it must be a multiple of 64"),
         (lambda: MosaicConfig(128, 128, 2, cluster=0), "cluster is 0: it must be 1 or 2"),
         (lambda: MosaicConfig(128, 128, 2, cluster=3), "cluster is 3: it must be 1 or 2"),
+        (
+            lambda: MosaicConfig(128, 128, 2, cluster=2, producer_warpgroup=False),
+            "cluster is 2: without a producer warpgroup it must be 1",
+        ),
         (lambda: sm80.ForwardConfig(96, 64), "block_q is 96: it must be a multiple of 64"),
         (lambda: sm80.ForwardConfig(128, 16), "block_kv is 16: it must be a multiple of 32"),
         (lambda: sm80.BackwardConfig(96, 128), "block_q is 96: it must be a multiple of 64"),
@@ -138,7 +142,9 @@ def test_sm90_backward_tiles_fit_and_bulk_copies_are_aligned(dim, small):
         # Tiles would be larger than the mask's blocks.
         (64, {"blocks": 64}),
         (64, {"ids": True, "deterministic": True}),
-        (64, {"equal_registers": True}),
+        (128, {"equal_registers": True}),
+        (64, {"equal_registers": True, "ids": True}),
+        (64, {"equal_registers": True, "deterministic": True}),
     ],
     ids=str,
 )
@@ -165,8 +171,10 @@ def test_sm90_backward_tiles_of_128_queries(monkeypatch, block_q, options):
     assert zeros.values.shape == made
 
 
-def test_long_plain_masks_use_clusters():
+@pytest.mark.parametrize("equal_registers", [False, True])
+def test_long_plain_masks_use_clusters(monkeypatch, equal_registers):
     """The bounds have a row per cluster's tile of queries."""
+    monkeypatch.setattr(sm90, "EQUAL_REGISTERS_SINCE", (0 if equal_registers else 99,))
     for dim, length, mask, segments, tile in (
         (128, 4096, {}, False, 256),
         (128, 4096, {"right": 0}, False, 128),
@@ -182,6 +190,7 @@ def test_long_plain_masks_use_clusters():
         positions: Any = jax.ShapeDtypeStruct((length,), jnp.int32)
         bounds = functools.partial(mosaic_sm90().forward_bounds, spec=SPEC(0.1, **mask))
         inputs = AttentionInputs(QuerySide(x, positions, ids), KVSide(x, x, positions, ids))
+        tile = 128 if equal_registers and tile == 256 else tile
         assert -(-length // tile) in jax.eval_shape(bounds, inputs).shape
 
 

@@ -40,6 +40,11 @@ SHARED = mosaic_sm90(
     MosaicConfig(128, 64, 2, v_stages=3, producer_warpgroup=False),
     MosaicConfig(64, 128, 3, do_stages=2, producer_warpgroup=False),
 )
+# The same with a third stage of keys, so that they start copies after a softmax, and large tiles.
+SHARED_LARGE = mosaic_sm90(
+    MosaicConfig(128, 64, 3, producer_warpgroup=False),
+    MosaicConfig(128, 128, 3, do_stages=2, producer_warpgroup=False),
+)
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (
     mosaic_sm90(MosaicConfig(128, 64, 2), config, deterministic=True)
@@ -48,7 +53,6 @@ DETERMINISTIC, SHARED_DETERMINISTIC = (
         MosaicConfig(64, 128, 3, do_stages=2, producer_warpgroup=False),
     )
 )
-SHARED_CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2, producer_warpgroup=False))
 NAMES = "mask", "order", "blocks", "heads", "lengths", "head_dim", "dtype", "numbers", "dropout"
 
 
@@ -88,16 +92,14 @@ CASES = {
         functions="functions",
     ),
 }  # fmt: skip
-# Cases that run without a producer warpgroup, too, or only so.
-BOTH, WITHOUT = (
-    ("plain",),
-    ("slopes", "block_mask", "cap", "shared_block_mask", "shuffled"),
-)
+# Cases that run without a producer warpgroup only.
+WITHOUT = "slopes", "block_mask", "cap", "shared_block_mask", "shuffled"
 LARGE_TILES = "plain", "float16"
 RUNS = [
     *((name, KERNELS) for name in CASES if name not in (*WITHOUT, *LARGE_TILES, "shipped")),
     *((name, LARGE) for name in LARGE_TILES),
-    *((name, SHARED) for name in (*BOTH, *WITHOUT)),
+    *((name, SHARED) for name in WITHOUT),
+    ("plain", SHARED_LARGE),
     ("kv_bounds", LARGE_DETERMINISTIC),
     ("cap", SHARED_DETERMINISTIC),
     # The shipped tiles of that case are for three consumer warpgroups.
@@ -108,6 +110,7 @@ SUFFIXES = {
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
+    SHARED_LARGE: "-large-tiles-without-producer",
     SHARED_DETERMINISTIC: "-deterministic-without-producer",
 }
 PLAIN, SLOPES = CASES["plain"], CASES["slopes"]
@@ -267,7 +270,6 @@ def test_a_bias_over_a_tiny_scale():
     [
         # Three query tiles, so that the last cluster's second one is past the last query.
         pytest.param("plain", (264, 328), CLUSTERS, id="causal"),
-        pytest.param("plain", (264, 328), SHARED_CLUSTERS, id="without-producer", marks=slow),
         pytest.param("functions", (264, 72), CLUSTERS, id="functions", marks=slow),
     ],
 )

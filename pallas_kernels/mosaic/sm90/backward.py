@@ -225,10 +225,11 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     lane = static.first_lane(warpgroup)
     masked_end = work.steps_before + work.iterator.masked * static.groups
 
-    def copy_ahead(masked, operand, step):
+    def copy_ahead(masked, step):
         if not static.config.producer_warpgroup:
             producer = _producer(static, refs, warpgroup, work)
-            producer.advance(operand, step - work.steps_before, masked)
+            for operand in range(len(producer.operands)):
+                producer.advance(operand, step - work.steps_before, masked)
 
     masked_step, full_step = (
         functools.partial(backward_step.step, consumer, m, functools.partial(copy_ahead, m))
@@ -268,8 +269,7 @@ def _producer(
 ) -> Producer:
     """Starts the same copies in the consumer warpgroups: queries in the first, dO in the last.
 
-    In a step, a consumer has read what the step before needed. The copies of dO come early in it:
-    they make the last consumer wait for the first, so that this is ahead.
+    While a step's last products run, a consumer has read what the step before needed.
     """
 
     def copy(start, step, masked):

@@ -101,27 +101,19 @@ class _StepData(NamedTuple):
 
 
 def step(
-    consumer: Consumer, masked: bool, copy_ahead: Callable[[int, Any], None], step: Any,
-    state: State,
-) -> State:  # fmt: skip
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[Any], None], step: Any, state: State
+) -> State:
     """One query tile of one head.
 
     Args:
       consumer: the keys.
       masked: whether any of the step's scores may be masked.
-      copy_ahead: called with 0 and the step while its last products run, and with 1 while its first
-        ones run. A mask and much else leave no registers for that: then it is called later.
+      copy_ahead: called with the step while its last products run.
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
     refs, data = consumer.refs, _StepData.of(consumer, step)
-    late = masked or consumer.static.needs_registers
-
-    def copy_do(when_late):
-        if when_late == late:
-            copy_ahead(1, step)
-
-    p, ds = _weights_and_gradients(consumer, masked, step, data, lambda: copy_do(False))
+    p, ds = _weights_and_gradients(consumer, masked, step, data)
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
@@ -142,16 +134,12 @@ def step(
         refs.memory.ds[data.ds, part, data.keys] = ds[:, queries]
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
-
-    def copy_late():
-        copy_ahead(0, step)
-        copy_do(True)
-
-    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy_late)
+    copy = functools.partial(copy_ahead, step)
+    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy)
 
 
 def _weights_and_gradients(
-    consumer: Consumer, masked: bool, step: Any, data: _StepData, copy_do: Callable[[], None]
+    consumer: Consumer, masked: bool, step: Any, data: _StepData
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, ``[64, block_q]``, in the inputs' dtype; P after dropout."""
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
@@ -173,7 +161,6 @@ def _weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        copy_do()
         p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = optimization_barrier(dp, p)
@@ -185,7 +172,6 @@ def _weights_and_gradients(
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         wait_for_queries(consumer, step + 1)
-        copy_do()
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         return _gradients_with_derivative(consumer, data, weights, dp)
 
@@ -277,7 +263,7 @@ def _gradients_with_derivative(
 
 def _add_products(
     consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array,
-    copy_late: Callable[[], None],
+    copy_ahead: Callable[[], None],
 ) -> State:  # fmt: skip
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
@@ -298,7 +284,7 @@ def _add_products(
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup, lane)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
-        copy_late()
+        copy_ahead()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         _arrive_ds_free(consumer)
         add_dq(

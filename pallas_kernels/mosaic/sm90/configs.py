@@ -47,7 +47,7 @@ class MosaicConfig:
         causal mask the earlier one visits a few that are fully masked.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers. If not, consumers start them while their products run, and all
-        warpgroups have the same number of registers.
+        warpgroups have the same number of registers; cluster must be 1.
     """
 
     block_q: int
@@ -69,6 +69,10 @@ class MosaicConfig:
                 raise ValueError(f"{name} is {stages}: it must be 2 or more")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
+        if self.cluster > 1 and not self.producer_warpgroup:
+            raise ValueError(
+                f"cluster is {self.cluster}: without a producer warpgroup it must be 1"
+            )
 
     @property
     def dq_by_rows(self) -> bool:
@@ -99,10 +103,13 @@ def moves_registers() -> bool:
 
 
 def for_this_jax(config: MosaicConfig) -> MosaicConfig:
-    """The config without a producer warpgroup, if the installed JAX moves no registers."""
+    """The config without a producer warpgroup, if the installed JAX moves no registers.
+
+    Nor has it clusters: a consumer that starts copies would wait for those of another CTA.
+    """
     if moves_registers():
         return config
-    return dataclasses.replace(config, producer_warpgroup=False)
+    return dataclasses.replace(config, producer_warpgroup=False, cluster=1)
 
 
 def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:
@@ -143,7 +150,7 @@ def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:
     Args:
       head_dim: the larger of H and Hv.
       small: whether tiles are small for small head dims, too. Tiles of 128 queries need registers
-        that dropout, a soft cap, a user function or a bias takes, and a producer warpgroup's.
+        that dropout, a soft cap, a user function or a bias takes.
     """
     if head_dim <= 64 and not small:
         return MosaicConfig(LARGE_BLOCK_Q, 128, 3, do_stages=2)

@@ -39,13 +39,15 @@ def shipped_config(
 ) -> MosaicConfig:
     """The config of a call, with the installed JAX."""
     blocks = inputs.shared.block_mask
-    # In fixed point 128 queries leave no registers for masks that read arrays.
+    # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
+    # of them leave none for 128 queries.
     by_arrays = inputs.has_segments or inputs.has_kv_bounds or blocks is not None
-    small = needs_registers(spec, inputs.has_bias) or (deterministic and by_arrays)
+    small = needs_registers(spec, inputs.has_bias)
+    small = small or deterministic + by_arrays + (not moves_registers()) > 1
     # Tiles larger than a block of the mask would be visited for the sake of a part.
     small = small or (blocks is not None and blocks.q_run % LARGE_BLOCK_Q != 0)
     head_dim = max(inputs.head_dim, inputs.value_dim)
-    return for_this_jax(backward_config(head_dim, small or not moves_registers()))
+    return for_this_jax(backward_config(head_dim, small))
 
 
 def backward_static(

@@ -75,12 +75,12 @@ def forward(
     config: MosaicConfig | None = None,
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
-    shipped = for_this_jax(_shipped_config(inputs, spec)) if config is None else config
+    shipped = _shipped_config(inputs, spec) if config is None else config
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
     static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, has_carry=has_carry)
     if config is None and not shipped.producer_warpgroup:
-        static = static.with_third_v_stage()
+        static = static.with_third_stages()
     config = static.config
     if static.consumers not in REGISTERS:
         raise ValueError(f"block_q is {config.block_q}: the forward kernel supports 128 or 192")
@@ -141,10 +141,10 @@ def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfi
     head_dim = max(inputs.head_dim, inputs.value_dim)
     config = forward_config(head_dim, bias_counts or needs_registers)
     if other_masks or inputs.has_bias or needs_registers:
-        return config
+        return for_this_jax(config)
     length = min(inputs.q_length, inputs.kv_length)
     cluster = forward_cluster(head_dim, spec.mask.right is not None, length)
-    return dataclasses.replace(config, cluster=cluster)
+    return for_this_jax(dataclasses.replace(config, cluster=cluster))
 
 
 def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> None:
@@ -179,10 +179,8 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
         run_empty = None
         if not static.in_place:
             run_empty = functools.partial(_write_without_keys, static, refs, warpgroup)
-        steps = run_all(run, is_producer=False, inline=inline, run_empty=run_empty)
+        run_all(run, is_producer=False, inline=inline, run_empty=run_empty)
         plgpu.wait_smem_to_gmem(0)
-        if inline is not None and static.config.cluster > 1:
-            _drain_stages(static, refs, steps, warpgroup)
 
     specialize_warpgroups(
         static.consumers, consume, produce if static.config.producer_warpgroup else None
@@ -209,7 +207,8 @@ def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wo
 
     While a consumer computes the scores of a step, it has read the keys of the step before, and the
     values of the one before that. The values then make the last consumer wait for the others, so
-    that the first one is ahead of it, and finds its stage of keys free.
+    that the first one is ahead of it, and finds its stage of keys free. With a third stage of keys
+    the copies start after the softmax (:func:`_step`), when it has read this step's keys as well.
     """
     call, last = (static, refs, work), static.consumers - 1
     keys = Copies(functools.partial(_copy_keys, *call), static.config.stages - 1, 0)
@@ -289,23 +288,17 @@ def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, warp
     )
 
 
-def _drain_stages(
-    static: ForwardStatic, refs: ForwardRefs, steps: Any, warpgroup: Any = None
-) -> None:
+def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
     """Waits until all stages are free, after a CTA's last step.
 
     The other CTA of the cluster arrives at barriers in this one's shared memory, which is gone once
-    this CTA has exited. ``warpgroup``: the consumer, which waits for what it has copied; None in a
-    producer warpgroup.
+    this CTA has exited.
     """
     memory = refs.memory
-    operands = ((memory.k_free, static.config.stages, 0),)
-    operands += ((memory.v_free, static.v_stages, static.consumers - 1),)
-    for free, stages, copied_by in operands:
+    operands = (memory.k_free, static.config.stages), (memory.v_free, static.v_stages)
+    for free, stages in operands:
         for stage in range(stages):
-            here = steps > stage
-            here = here if warpgroup is None else here & (warpgroup == copied_by)
-            pl.when(here)(functools.partial(plgpu.barrier_wait, free.at[stage]))
+            pl.when(steps > stage)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 
 
 # --- consumers ------------------------------------------------------------------------------------
@@ -405,13 +398,16 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         _issue_scores(consumer, scores_ref, stage)
         plgpu.barrier_wait(memory.v_arrived.at[v_stage])
         plgpu.wgmma(acc_ref, state.weights, memory.v.at[v_stage])
-        _copy_ahead(consumer, step, masked)
+        if not static.copies_late:
+            _copy_ahead(consumer, step, masked)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
         p, m, total, shrink = forward_scores.update_softmax(
             consumer, step, scores, state.m, state.total, masked
         )
+        if static.copies_late:
+            _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for the product above before the
         # exponentials.
         _wait_for_keys(consumer, step + 1)

@@ -127,9 +127,7 @@ class ForwardMemory(NamedTuple):
             o_arrived=plgpu.Barrier(num_barriers=consumers),
             slot_fetched=_cluster_barriers(config, 1, SLOTS),
             # In a cluster, producers also read the indices that another one has fetched.
-            slot_free=_cluster_barriers(
-                config, consumers + (config.cluster > 1 and config.producer_warpgroup), SLOTS
-            ),
+            slot_free=_cluster_barriers(config, consumers + (config.cluster > 1), SLOTS),
         )
 
     @property

@@ -115,11 +115,25 @@ class ForwardStatic(Sm90Static):
         """Pipeline stages of values."""
         return self.config.v_stages or self.config.stages
 
-    def with_third_v_stage(self) -> Self:
-        """With three pipeline stages of values, if they fit in shared memory."""
-        config = dataclasses.replace(self.config, v_stages=3)
-        larger = dataclasses.replace(self, config=config)
-        return larger if larger.memory.nbytes <= SHARED_MEMORY else self
+    def with_third_stages(self) -> Self:
+        """With three pipeline stages of keys and values, or of values, if they fit."""
+        # A short step's critical path is its softmax: copies should start after it.
+        small = max(self.head_dim, self.value_dim) <= 64
+        for stages in (3, self.config.stages) if small else (self.config.stages,):
+            config = dataclasses.replace(self.config, stages=stages, v_stages=3)
+            larger = dataclasses.replace(self, config=config)
+            if larger.memory.nbytes <= SHARED_MEMORY:
+                return larger
+        return self
+
+    @property
+    def copies_late(self) -> bool:
+        """Without a producer warpgroup, whether a step starts copies after its softmax.
+
+        Else it starts them before, while its scores are computed. Keys must then have arrived by
+        the next step, which with two stages is too soon for a copy that starts late.
+        """
+        return self.config.stages > 2
 
     @property
     def float32_out(self) -> bool:
