@@ -433,6 +433,7 @@ def test_a_cache_can_be_extended_until_it_is_full():
 
 TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
+    "qwen2_window": ({"seq": 2}, "striped", 350),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
 }
 
