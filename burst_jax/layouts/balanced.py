@@ -11,7 +11,8 @@ last z tokens of their shards, the **ring zone**, and only the zones are sent::
                                          '---- z tokens -----'
 
 Attention is local attention over each shard and a ring of n - 1 steps over the zones. On a shard
-whole documents come first, then pieces, then padding. Whole documents may extend into the zone.
+whole documents come first, the longest of them ahead, then pieces, then padding. Whole documents
+may extend into the zone.
 
 A document is split like zigzag, into a low and a high chunk for each shard, but with chunk sizes
 that even out the causal pairs of all shards, whole documents included. Four shards with 8 tokens
@@ -292,9 +293,10 @@ def _arrays(lengths: list[int], found: Found, n: int, c: int) -> tuple[np.ndarra
     """``order`` and ``segment_ids`` of a placement, from runs of adjacent tokens."""
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     sizes = np.asarray(lengths, np.int64)
-    # Whole documents by shard, then in natural order; ids count in the same order.
+    # Whole documents by shard, then the longest first: the backward kernel takes keys in ascending
+    # order, and a GPU idles least if its last tiles are short ones. Ids count in the same order.
     shards = np.array(found.shards, np.int64)
-    by_shard = np.argsort(shards, kind="stable")
+    by_shard = np.lexsort((-sizes, shards))
     whole = by_shard[shards[by_shard] >= 0]
     split = sorted({piece.document for piece in found.pieces})
     ids = {document: len(whole) + 1 + i for i, document in enumerate(split)}

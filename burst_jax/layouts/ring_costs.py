@@ -12,7 +12,7 @@ class RingCosts:
     """The modelled time of a device, in causal pairs (query, key) of all heads.
 
     The starting values were fitted to programs of one device of eight on an H100, with 32 query and
-    8 KV heads of 128, forward and backward, where 1 ms is 9.2e6 pairs (docs/performance.md).
+    8 KV heads of 128, forward and backward, where 1 ms is 8.7e6 pairs (docs/performance.md).
 
     Attributes:
       zone: pairs in the time that a ring zone of any size takes: kernels that are launched one
@@ -30,9 +30,9 @@ class RingCosts:
         chosen only if there is no other; ``math.inf`` compares time alone.
     """
 
-    zone: float = 1.2e7
-    zone_token: float = 630.0
-    gathered_token: float = 110.0
+    zone: float = 4.4e6
+    zone_token: float = 360.0
+    gathered_token: float = 60.0
     send: float = 800.0
     step: float = 7e5
     step_token: float = 500.0

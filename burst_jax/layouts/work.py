@@ -26,6 +26,11 @@ from burst_jax.layouts.documents import Runs, place_documents, runs_of
 from burst_jax.layouts.permutation import Layout, check_length, stripe_size, zone_size
 from burst_jax.layouts.ring_costs import RingCosts
 
+# Tokens of a shard from which a share means something. In the model, with an H100's fixed costs,
+# one document on smaller shards reaches little more than half of ideal in any layout: a share would
+# only show that the sequences are short for a ring.
+MIN_SHARD = 2048
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WorkReport:

@@ -1,4 +1,4 @@
-"""Compares strategies to shard an attention or a training step: ``python -m burst_jax.plan``."""
+"""Compares strategies for attention, training, packed documents: ``python -m burst_jax.plan``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import json
 import re
 import signal
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.command_line import Parser, integer, number
 from burst_jax.errors import shown
+from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.layers.rope import Llama3Rope
 from burst_jax.models import DecoderConfig, check_trained_length, load_config
 from burst_jax.models.hf.trained_length import warn_beyond
-from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, training
+from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, documents, training
 from burst_jax.training.adam import Moments
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
@@ -65,21 +66,34 @@ def tokens(text: str) -> int:
     return count
 
 
-def _parser() -> tuple[Parser, list[argparse.Action], list[argparse.Action]]:
-    """The parser, its options for one attention, and those for a training step."""
+class _Options(NamedTuple):
+    """The options that only some plans have."""
+
+    general: list[argparse.Action]
+    of_attention: list[argparse.Action]
+    of_training: list[argparse.Action]
+
+
+def _parser() -> tuple[Parser, _Options]:
+    """The parser, and its options for one attention or training, one attention, and training."""
     parser = Parser(
         prog="python -m burst_jax.plan",
-        description="Compares strategies to shard one attention, or with --model to train.",
+        description="Compares strategies to shard one attention, or with --model to train, or "
+        "layouts of the packed --documents.",
     )
     parser.add_argument("--length", type=tokens, required=True, help="tokens: 65536, 64K, 1M")
-    parser.add_argument("--batch", type=integer(1), default=1, help="batch size")
-    parser.add_argument("--gpu", default="h200", type=str.lower, choices=sorted(GPUS))
+    add = parser.add_argument
+    general = [
+        add("--batch", type=integer(1), help="batch size (default: 1)"),
+        add("--gpu", type=str.lower, choices=sorted(GPUS), help="default: h200"),
+        add(
+            "--host-link", type=number(1e-3),
+            help="GB/s of one GPU to another host (default: that of --gpu, 25 for A100, otherwise "
+            "50)",
+        ),
+    ]  # fmt: skip
     parser.add_argument("--hosts", type=integer(1, 1024), default=1)
     parser.add_argument("--gpus-per-host", type=integer(1, 72), default=8)
-    parser.add_argument(
-        "--host-link", type=number(1e-3),
-        help="GB/s of one GPU to another host (default: that of --gpu, 25 for A100, otherwise 50)",
-    )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
         help="also write the plan here, with the recommended mesh and arguments; - is stdout",
@@ -109,31 +123,47 @@ def _parser() -> tuple[Parser, list[argparse.Action], list[argparse.Action]]:
         ),
         add("--all", action="store_true", default=None, help="print every strategy"),
     ]
-    return parser, of_attention, of_training
+    parser.add_argument(
+        "--documents", type=Path, metavar="FILE.json",
+        help="the document lengths of every sequence on one ring, [[900, 300], [1200]]: compares "
+        "layouts and ring sizes",
+    )  # fmt: skip
+    return parser, _Options(general, of_attention, of_training)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the plan."""
-    parser, of_attention, of_training = _parser()
+    parser, options = _parser()
     args = parser.parse_args(arguments)
-    wrong, why = (of_training, "needs --model") if args.model is None else (
-        of_attention, "is given with --model, which defines it: leave it out"
-    )  # fmt: skip
+    if args.documents is not None:
+        wrong, why = (
+            [*options.general, *options.of_attention, *options.of_training],
+            ("is not for --documents: leave it out"),
+        )
+        if args.model is not None:
+            parser.error("--model is given with --documents: plan them one after the other")
+    elif args.model is None:
+        wrong, why = options.of_training, "needs --model"
+    else:
+        wrong, why = options.of_attention, "is given with --model, which defines it: leave it out"
     for action in wrong:
         if getattr(args, action.dest) is not None:
             parser.error(f"{action.option_strings[0]} {why}")
-    names = ("length", "batch", "gpu", "hosts", "gpus_per_host", "host_link")
-    cluster = {name: getattr(args, name) for name in names}
+    cluster = {"hosts": args.hosts, "gpus_per_host": args.gpus_per_host}
+    general = {action.dest: getattr(args, action.dest) for action in options.general}
     try:
-        if args.model is None:
-            names = (action.dest for action in of_attention)
-            given = {name: getattr(args, name) for name in names}
-            found = _attention(cluster, {k: v for k, v in given.items() if v is not None})
+        if args.documents is not None:
+            found = documents(_lengths(args.documents), length=args.length, **cluster)
         else:
-            found = training(
-                _config(args.model, args.length), **cluster, moments=args.moments,
-                moment_dtype=args.moment_dtype or "float32",
-            )  # fmt: skip
+            cluster |= {"length": args.length} | _given(general)
+            if args.model is None:
+                names = (action.dest for action in options.of_attention)
+                found = _attention(cluster, _given({name: getattr(args, name) for name in names}))
+            else:
+                found = training(
+                    _config(args.model, args.length), **cluster, moments=args.moments,
+                    moment_dtype=args.moment_dtype or "float32",
+                )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
         parser.error(str(error))
     text = json.dumps(found.record(), indent=1, allow_nan=False)
@@ -150,6 +180,22 @@ def main(arguments: list[str] | None = None) -> None:
         print(found.table(show_all=bool(args.all), model=folder))
     else:
         print(found)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _lengths(path: Path) -> list[list[int]]:
+    """The document lengths of every sequence in a JSON file."""
+    content = parse(read_bounded(path, MAX_INDEX_BYTES), str(path))
+    if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
+        raise ValueError(
+            f"--documents: {path} is {shown(content)}: it must be a list of lists, the document "
+            "lengths of every sequence"
+        )
+    return content
 
 
 def _attention(cluster: dict[str, Any], given: dict[str, Any]) -> AttentionPlan:

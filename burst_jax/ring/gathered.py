@@ -151,13 +151,19 @@ class _Documents:
 
     def combined(self, whole: Carry, split: Carry) -> Carry:
         """Out and lse of the shard; NaN in the zone if the placement contradicts the layout."""
-        first, is_split = self.shard.outside, self._is_split
-        out = jnp.where(is_split[:, :, None, None], split[0], whole[0][:, first:])
-        lse = jnp.where(is_split[:, None], split[1], whole[1][:, :, first:])
-        wrong = self._contradicts[:, None, None]
-        out = jnp.where(wrong[..., None], jnp.asarray(jnp.nan, out.dtype), out)
-        lse = jnp.where(wrong, jnp.asarray(jnp.nan, lse.dtype), lse)
-        return self.shard.with_results_of_zone(whole, (out, lse))
+        # XLA reads and writes the zone's part alone only if both operations have one start index,
+        # which is no constant: else it would read by a static slice, and copy the whole shard.
+        first = lax.optimization_barrier(jnp.int32(self.shard.outside))
+
+        def with_zone(x: jax.Array, of_split: jax.Array, axis: int, per_token: Any) -> jax.Array:
+            zone = lax.dynamic_slice_in_dim(x, first, of_split.shape[axis], axis)
+            zone = jnp.where(per_token(self._is_split), of_split, zone)
+            wrong = per_token(self._contradicts[:, None])
+            zone = jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), zone)
+            return lax.dynamic_update_slice_in_dim(x, zone, first, axis)
+
+        out = with_zone(whole[0], split[0], 1, lambda x: x[:, :, None, None])
+        return out, with_zone(whole[1], split[1], 2, lambda x: x[:, None])
 
 
 def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:

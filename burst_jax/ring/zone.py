@@ -21,7 +21,7 @@ from jax import lax
 
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, AttentionSpec
-from pallas_kernels.inputs import Carry, Side
+from pallas_kernels.inputs import Side
 from pallas_kernels.mask import Mask, end_of_keys_in_window, first_key_in_window
 
 _INT32 = np.iinfo(np.int32)
@@ -132,14 +132,6 @@ class Shard:
             starts, ends = query.kv_bounds["kv_starts"], query.kv_bounds["kv_ends"]
             query = query._replace(kv_ends=jnp.where(these, ends, starts))
         return self.inputs._replace(query=query)
-
-    def with_results_of_zone(self, results: Carry, zone: Carry) -> Carry:
-        """Out and lse, with those of the zone written in place."""
-        (out, lse), (zone_out, zone_lse) = results, zone
-        return (
-            lax.dynamic_update_slice_in_dim(out, zone_out, self.outside, 1),
-            lax.dynamic_update_slice_in_dim(lse, zone_lse, self.outside, 2),
-        )
 
     def add_zone(self, gradient: jax.Array, zone: jax.Array) -> jax.Array:
         """A gradient ``[B, c, ...]``, with one of the zone added."""

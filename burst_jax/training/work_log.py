@@ -9,14 +9,10 @@ import numpy as np
 from burst_jax.errors import check_integer
 from burst_jax.layouts.documents import place_documents
 from burst_jax.layouts.permutation import Layout, from_layout, zone_size
-from burst_jax.layouts.work import work_report
+from burst_jax.layouts.work import MIN_SHARD, work_report
 from burst_jax.parallel.processes import is_main
 from burst_jax.training.batches import Batch
 
-# Tokens of a shard from which a share means something. In the model, with an H100's fixed costs,
-# one document on smaller shards reaches little more than half of ideal in any layout: a share would
-# only show that the sequences are short for a ring.
-MIN_SHARD = 2048
 # The hint appears below this share, if a balanced layout's is larger by this factor and above a
 # least share: below it the documents are too short for a ring in any layout.
 _LOW, _GAIN, _LEAST = 0.7, 1.3, 0.3

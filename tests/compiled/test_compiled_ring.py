@@ -169,6 +169,15 @@ def test_a_balanced_layout_gathers_its_zone_during_kernels(zone, slices):
         # The backward pass has nothing but small kernels during its first gather.
         alone = sum(not during for _, during in large)
         assert alone <= (2 if opcode == "all-gather" else 0), opcode
+    # The zone's part of out is read and written in place, without a copy of the shard.
+    written = 0
+    for operations in compiled.computations(program).values():
+        for update in (x for x in operations if x.opcode == "dynamic-update-slice"):
+            if f"[1,{TOKENS},{HEADS},16]" in update.result:
+                written, (out, *_) = written + 1, update.operands.split(", ")
+                readers = {x.opcode for x in operations if out in x.operands.split(", ")}
+                assert readers == {"dynamic-update-slice", "dynamic-slice"}
+    assert written == 1
 
 
 def two_levels(hosts, gpus, rotation):

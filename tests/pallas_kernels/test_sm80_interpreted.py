@@ -8,6 +8,7 @@ from typing import Any
 import compare
 import interpreted_sm80
 import jax
+import local
 import local_cases
 import numpy as np
 import pytest
@@ -65,6 +66,28 @@ def run(inputs, kernels, **options):
 def test_as_exact_as_dense(case, kernels):
     inputs = local_cases.make_inputs(case, seed=7, batch=1)
     compare.assert_exact(run(inputs, kernels), inputs.reference, case["dtype"])
+
+
+def test_tiles_without_work_leave_running_sums_as_they_are():
+    """Adding zero to -0 would make 0."""
+    inputs = local_cases.make_inputs(CASES[0], seed=7, batch=1)
+    q, (kv, *_), q_tokens, (kv_tokens, *_), (do, _), *_ = inputs.arrays
+    later = kv_tokens._replace(positions=kv_tokens.positions + 10**6)
+    stats = np.zeros((2, *q.shape[:1], *q.shape[2:0:-1]), np.float32)
+    o, dkv = (-np.zeros(x.shape, np.float32) for x in (do, np.stack(kv)))
+
+    def call(o, dkv):
+        arrays = q, kv, q_tokens, later, (o, stats[0])
+        out, lse = local.forward(SMALL, *arrays, spec=inputs.spec)
+        given = (q, do), kv, stats, q_tokens, later, None, dkv
+        return out, lse, *local.backward(SMALL, *given, spec=inputs.spec)
+
+    with interpreted_sm80.interpreted():
+        out, lse, dq, sums = jax.tree.map(np.asarray, jax.jit(call)(o, dkv))
+    assert np.signbit(out).all()
+    assert np.signbit(sums).all()
+    for x in (out, lse, dq, sums):
+        assert not x.any()
 
 
 @pytest.mark.mosaic_interpreter

@@ -11,6 +11,7 @@ from flax import nnx
 from meshes import mesh_of
 
 from burst_jax.layouts import work_report
+from burst_jax.layouts.work import MIN_SHARD
 from burst_jax.models import Decoder, DecoderConfig
 from burst_jax.training import (
     RunLog,
@@ -20,7 +21,6 @@ from burst_jax.training import (
     next_token_loss,
     place_batch,
 )
-from burst_jax.training.work_log import MIN_SHARD
 
 RNG = np.random.default_rng(0)
 LENGTH = 60

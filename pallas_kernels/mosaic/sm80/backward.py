@@ -168,9 +168,14 @@ def _kernel(
     """One warpgroup of one CTA. ``adds_dkv``: dK and dV are added to those in the results."""
     cta = _Cta.of(static, arrays, results, memory)
     tiles, groups = cta.tiles, i32(static.groups)
-    cta.copy_keys()
-    cta.copy_queries(_QueryTile(tiles.tile(i32(0)), i32(0)), i32(0))
-    cta.copy_do(_QueryTile(tiles.tile(i32(0)), i32(0)), i32(0))
+
+    @pl.when(tiles.total > 0)
+    def _():
+        first = _QueryTile(tiles.tile(i32(0)), i32(0))
+        cta.copy_keys()
+        cta.copy_queries(first, i32(0))
+        cta.copy_do(first, i32(0))
+
     sums = _Sums(
         cta.fragments.zeros((static.config.keys, static.head_dim)),
         cta.fragments.zeros((static.config.keys, static.value_dim)),
@@ -182,7 +187,11 @@ def _kernel(
     before = tiles.masked * groups
     sums = cta.run_loop(sums, before, tiles.full, tiles.full_tile, None, masked=False)
     instructions.wait_for_copies()
-    cta.write(sums, adds=adds_dkv)
+    # Keys that no query attends to add nothing, but new arrays must be written.
+    if adds_dkv:
+        pl.when(tiles.total > 0)(lambda: cta.write(sums, adds=True))
+    else:
+        cta.write(sums, adds=False)
 
 
 class _QueryTile(NamedTuple):

@@ -3,7 +3,8 @@
 A CTA keeps a tile of queries in shared memory and loops over the KV tiles within its bounds. K and
 V have one buffer each: a tile's V is copied during ``q k^T``, and the next tile's K during softmax
 and ``p v``. Two CTAs on an SM overlap the rest. All warps are along the rows of the products, so
-scores stay in registers from ``q k^T`` to ``p v``.
+scores stay in registers from ``q k^T`` to ``p v``. Query tiles without a key copy nothing; where a
+carry is updated in place, they leave it as it is.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ def _kernel(
 
     state = lax.fori_loop(0, tiles.full, full_step, state)
     instructions.wait_for_copies()
-    cta.finish(state)
+    if in_place:
+        pl.when(tiles.total > 0)(lambda: cta.finish(state))
+    else:
+        cta.finish(state)
 
 
 class _Cta(NamedTuple):
@@ -229,8 +233,12 @@ class _Cta(NamedTuple):
         """The initial softmax state; starts the copies of the queries and the first tile's keys."""
         static, sinks = self.static, self.arrays.sink
         rows = static.config.block_q
-        self.copy_queries()
-        self.copy_keys(self.tiles.tile(i32(0)))
+
+        @pl.when(self.tiles.total > 0)
+        def _():
+            self.copy_queries()
+            self.copy_keys(self.tiles.tile(i32(0)))
+
         m, total = softmax.start((rows,), None if sinks is None else sinks[self.head])
         m, total = (plgpu.layout_cast(x, self.fragments.rows) for x in (m, total))
         if sinks is not None:

@@ -1,0 +1,138 @@
+"""Grouped matrix product: plain JAX against float64, its errors and its memory."""
+
+from __future__ import annotations
+
+import functools
+
+import grouped_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.grouped import grouped_matmul
+
+X, W, SIZES = jnp.ones((6, 4)), jnp.ones((3, 4, 5)), jnp.asarray([2, 0, 3])
+
+
+@pytest.mark.parametrize("name", grouped_cases.SIZES)
+def test_as_exact_as_float64(name):
+    case = grouped_cases.make(name, 24, 40, "float32")
+    grouped_cases.check(case, grouped_cases.results(case, "xla"), 1e-6)
+
+
+def test_in_bfloat16():
+    case = grouped_cases.make("ragged", 24, 40, "bfloat16")
+    grouped_cases.check(case, grouped_cases.results(case), 5e-3)
+
+
+def test_the_gradients_are_differentiable():
+    """Second derivatives equal those of a product with one gathered matrix per row."""
+    case = grouped_cases.make("ragged", 8, 8, "float32")
+    group = np.repeat(np.arange(len(case.sizes)), case.sizes)
+    rows = len(group)
+
+    def dense(x, w):
+        return jnp.einsum("mk,mkn->mn", x[:rows], w[group])
+
+    def penalty(product, x, w):
+        norm = lambda x, w: (jnp.tanh(product(x, w)) ** 2).sum()  # noqa: E731
+        return sum((g**2).sum() for g in jax.grad(norm, (0, 1))(x, w))
+
+    x, w = case.x / 8, case.w
+    ours = lambda x, w: grouped_matmul(x, w, case.sizes)  # noqa: E731
+    for got, wanted in zip(
+        jax.jit(jax.grad(functools.partial(penalty, ours), (0, 1)))(x, w),
+        jax.jit(jax.grad(functools.partial(penalty, dense), (0, 1)))(x, w),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
+
+
+def test_inside_shard_map_scan_and_remat():
+    """Rows and sizes differ from device to device; the gradient of w is the sum over them."""
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    cases = [grouped_cases.make(name, 8, 8, "float32", rows=320) for name in ("ragged", "many")]
+    x = jnp.stack([case.x for case in cases])
+    sizes = jnp.stack([jnp.resize(case.sizes, 4) // 2 for case in cases])
+    w = cases[0].w[:4]
+
+    def layers(x, w, sizes):
+        @jax.checkpoint
+        def layer(x, _):
+            return jnp.tanh(grouped_matmul(x, w, sizes)), None
+
+        return jax.lax.scan(layer, x, None, length=2)[0]
+
+    def loss(x, w):
+        local = lambda x, w, sizes: layers(x[0], w, sizes[0])[None]  # noqa: E731
+        specs = P("d"), P(), P("d")
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("d"))
+        return (mapped(x, w, sizes) ** 2).sum()
+
+    def one_by_one(x, w):
+        return sum(
+            (layers(*each, s) ** 2).sum()
+            for each, s in zip(((a, w) for a in x), sizes, strict=True)
+        )
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    wanted = jax.jit(jax.grad(one_by_one, (0, 1)))(x, w)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_no_copy_of_the_rows_per_group():
+    def gradients(x, w, sizes):
+        return jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)[1](x)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 128), (64, 128, 128))]
+    compiled = jax.jit(gradients).lower(*shapes, jax.ShapeDtypeStruct((64,), jnp.int32)).compile()
+    # The sums of dw, and less than as much again; x per group would be 67 MB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 64 * 128 * 128 * 4
+
+
+def test_traced_sizes_past_the_last_row_are_left_out():
+    got = jax.jit(grouped_matmul)(X, W, jnp.asarray([4, -1, 5]))
+    np.testing.assert_array_equal(got, 4 * np.ones((6, 5)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": X[0]}, r"x has shape \(4,\): it must be \[M, K\]"),
+        ({"w": W[0]}, r"w has shape \(4, 5\): it must be \[G, K, N\]"),
+        ({"group_sizes": SIZES[0]}, r"group_sizes has shape \(\): it must be \[G\]"),
+        ({"x": X.astype(int)}, "x has dtype int32: convert it to a floating-point dtype"),
+        (
+            {"w": W.astype(jnp.bfloat16)},
+            "w is bfloat16, x float32: convert one to the dtype of the other",
+        ),
+        (
+            {"w": W[:, :3]},
+            r"w has shape \(3, 3, 5\), x \(6, 4\): the second axis of w must have as many elements "
+            "as a row of x",
+        ),
+        (
+            {"group_sizes": SIZES[:2]},
+            "group_sizes has 2 elements, w 3 groups: each group must have a size",
+        ),
+        (
+            {"group_sizes": SIZES.astype(jnp.float32)},
+            "group_sizes has dtype float32: convert it to int32",
+        ),
+        ({"group_sizes": SIZES - 1}, "group_sizes holds -1: sizes must be 0 or more"),
+        ({"group_sizes": SIZES * 2}, "group_sizes add up to 10, x has 6 rows: pass all rows"),
+        (
+            {"implementation": "cuda"},
+            "implementation is 'cuda': use None or one of 'xla'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_errors(changed, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(**{"x": X, "w": W, "group_sizes": SIZES} | changed)
