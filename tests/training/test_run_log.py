@@ -34,6 +34,7 @@ from burst_jax.training import (
     monitoring,
     run_log,
 )
+from pallas_kernels import XLA
 
 GOOD = {"loss": 2.0, "grad_norm": 1.0}
 
@@ -309,7 +310,7 @@ def test_each_step_of_a_ring_has_a_name():
     The last step of the backward pass is the gradient's final transfer.
     """
     attend = functools.partial(
-        burst_jax.burst_attention, mesh=mesh_of(seq=3), implementation="xla", backward="rotate_kv"
+        burst_jax.burst_attention, mesh=mesh_of(seq=3), implementation=XLA, backward="rotate_kv"
     )
     names = jax.jit(gradient(attend)).lower(*[jnp.ones((1, 24, 2, 8))] * 3)
     names = names.as_text(debug_info=True)
