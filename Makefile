@@ -25,9 +25,10 @@ train: $(STAMP)
 # worker's. Compiled programs stay in .pytest_cache/jax for the next run (tests/conftest.py).
 SPREAD = -n $(WORKERS) --dist worksteal
 
-# tests/conftest.py explains the two markers; the summary counts the tests that were left out.
+# tests/conftest.py explains the markers; the summary counts the tests that were left out.
+QUICK = not slow and not cuda_compiler and not mosaic_interpreter
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(SPREAD) -m 'not slow and not cuda_compiler' $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m '$(QUICK)' $(PYTEST_ARGS)
 
 test-all: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)

@@ -453,7 +453,7 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             if run.config.lora is not None:
                 say(
                     f"training only {run.config.num_adapter_params / 1e6:.2f} M adapter weights, "
-                    f"on {', '.join(run.config.lora.projections)}"
+                    f"on {', '.join(run.config.adapted)}"
                 )
             params, log = train(args, run, interrupt)
         except ERRORS as error:

@@ -15,7 +15,7 @@ import math
 import numbers
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,10 @@ PROJECTIONS = {
     "gate": "gate_proj",
     "up": "up_proj",
     "down": "down_proj",
+    # Of a mixture of experts, whose experts have no adapters.
+    "router": "router",
 }
+ROUTER = "router"
 _PROJECTION_NAMES = ", ".join(f"{ours} ({theirs})" for ours, theirs in PROJECTIONS.items())
 
 Linear = nnx.LinearGeneral | nnx.Linear
@@ -53,8 +56,8 @@ class Lora:
       alpha: numerator of the scale; None is ``rank``, a scale of 1.
       targets: the projections with adapters: a regular expression that matches the whole name, or a
         tuple of names. The names are query, key, value, out, gate, up and down, or those of
-        transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj. Default: all
-        seven.
+        transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; and router,
+        in place of the last three, in a mixture of experts. Default: all that the model has.
 
     Raises:
       ValueError: a rank below 1, an alpha that is not positive, an invalid regular expression, or
@@ -76,7 +79,7 @@ class Lora:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The projections with adapters, among query, key, value, out, gate, up and down."""
+        """The projections that ``targets`` names or matches, in any model."""
         if isinstance(self.targets, str):
             try:
                 matches = re.compile(self.targets).fullmatch
@@ -95,6 +98,21 @@ class Lora:
             )
         return tuple(name for name, hf in PROJECTIONS.items() if {name, hf} & set(self.targets))
 
+    def among(self, names: Collection[str]) -> tuple[str, ...]:
+        """The projections with adapters in a model with the projections ``names``.
+
+        Raises:
+          ValueError: ``targets`` is a tuple with one that the model lacks, or matches none.
+        """
+        missing = [name for name in self.projections if name not in names]
+        found = tuple(name for name in self.projections if name in names)
+        if not found or (missing and not isinstance(self.targets, str)):
+            raise ValueError(
+                f"lora has targets {self.targets!r}, and the layer has no projection "
+                f"{', '.join(sorted(missing))}: choose among {', '.join(names)}"
+            )
+        return found
+
     @property
     def scale(self) -> float:
         """``alpha / rank``."""
@@ -108,12 +126,7 @@ def init_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs)
       ImportError: the library qwix is missing.
       ValueError: ``lora`` names a projection that the layer lacks.
     """
-    if missing := set(lora.projections) - set(projections):
-        raise ValueError(
-            f"lora has targets {lora.targets!r}, and the layer has no projection "
-            f"{', '.join(sorted(missing))}: choose among {', '.join(projections)}"
-        )
-    for name in lora.projections:
+    for name in lora.among(projections):
         linear = projections[name]
         set_adapter(linear, *_initial_adapter(linear, lora, rngs), lora.scale)
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import Lora
 from burst_jax.layers.rope import Rope
+from burst_jax.models.experts import Experts, MixtureOfExperts
 from burst_jax.models.feed_forward import FeedForward, GatedMLP
 from burst_jax.models.remat import Remat
 
@@ -88,7 +89,9 @@ class DecoderConfig:
       lora: the low-rank adapters of the layers' projections, or None. All other weights are then
         frozen: no gradients, no optimizer state (:func:`burst_jax.models.add_lora`).
       feed_forward: the class of the layers' feed-forwards, a
-        :class:`burst_jax.models.feed_forward.FeedForward`. Default: the gated MLP.
+        :class:`burst_jax.models.FeedForward`. Default: the gated MLP.
+      experts: the experts of :class:`burst_jax.models.MixtureOfExperts`, or None for other
+        feed-forwards.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
@@ -127,6 +130,7 @@ class DecoderConfig:
     hf_config: str | None = None
     lora: Lora | None = None
     feed_forward: type[FeedForward] = GatedMLP
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, remedy: str) -> None:
@@ -158,6 +162,11 @@ class DecoderConfig:
         feed_forward = self.feed_forward
         valid = isinstance(feed_forward, type) and issubclass(feed_forward, FeedForward)
         check("feed_forward", valid, "use a subclass of burst_jax.models.FeedForward")
+        if issubclass(feed_forward, MixtureOfExperts) != isinstance(self.experts, Experts):
+            raise ValueError(
+                f"feed_forward is {feed_forward.__name__}, experts {shown(self.experts)}: use "
+                "feed_forward=MixtureOfExperts with experts=Experts(...), or neither"
+            )
         if self.mlp_chunks != 1 and not feed_forward.chunks_tokens:
             raise ValueError(
                 f"mlp_chunks is {self.mlp_chunks!r}, and feed_forward {feed_forward.__name__} does "
@@ -202,12 +211,19 @@ class DecoderConfig:
         return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
 
     @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names of the projections with low-rank adapters."""
+        if self.lora is None:
+            return ()
+        return self.lora.among([*self._attention_sizes, *self.feed_forward.projections(self)])
+
+    @property
     def num_adapter_params(self) -> int:
         """Number of weights of the low-rank adapters; 0 without any."""
         if self.lora is None:
             return 0
         sizes = self._attention_sizes | self.feed_forward.projections(self)
-        features = sum(sum(sizes[name]) for name in self.lora.projections)
+        features = sum(sum(sizes[name]) for name in self.adapted)
         return self.num_layers * self.lora.rank * features
 
     @property

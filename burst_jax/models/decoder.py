@@ -29,9 +29,16 @@ from burst_jax.layers.rope import DynamicRope, Rope, rope_table
 from burst_jax.layouts.permutation import zone_size
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
+from burst_jax.models.feed_forward import Auxiliary
 from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import Remat, remat_of_layers, rematerialized
-from burst_jax.models.shardings import DecoderShardings, decoder_shardings, embed, reject_sharded
+from burst_jax.models.shardings import (
+    DecoderShardings,
+    check_stacked,
+    decoder_shardings,
+    embed,
+    reject_sharded,
+)
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
@@ -153,12 +160,26 @@ class Decoder(nnx.Module):
           ValueError: arrays of other shapes or dtypes; outside ``jit``, or for NumPy arrays,
             positions in another order than the tokens; see :meth:`reject_sharded_weights`.
         """
+        return self.with_auxiliary(tokens, positions, segment_ids, prefix_lengths)[0]
+
+    def with_auxiliary(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | np.ndarray,
+        segment_ids: jax.Array | None = None,
+        prefix_lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Auxiliary]:
+        """The hidden states of ``__call__``, and auxiliary losses of the feed-forwards.
+
+        A mixture of experts has some (:class:`burst_jax.models.Experts`), of the global batch
+        without padding. Arguments and errors are those of ``__call__``.
+        """
         graphdef, weights = nnx.split(self)
         shardings = self.shardings(weights)
         if self.rules is None:
             reject_sharded(weights, shardings)
         shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
-        _check_stacked(weights["layers"], shardings)
+        check_stacked(weights["layers"], shardings)
         positions_in = jnp.asarray(as_int32("positions", positions))
         if prefix_lengths is not None:
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
@@ -172,12 +193,13 @@ class Decoder(nnx.Module):
             weights,
             shardings.weight_specs(weights),
         )
-        hidden = _run(graphdef, shardings, weights, *placed)
+        hidden, sums = _run(graphdef, shardings, weights, *placed)
         options = dict(self.options) | {
             "is_causal": True,
             "batch_axis": shardings.out_batch_axes,
         }
-        return reject_wrong_order(hidden, positions, segment_ids, options)
+        hidden = reject_wrong_order(hidden, positions, segment_ids, options)
+        return hidden, self.config.feed_forward.auxiliary(self.config, sums)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -244,11 +266,12 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array | None,
         prefix_lengths: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         """One device's part of the call, inside a ``shard_map``, with this device's weights.
 
         Returns:
-          ``[B, T, D]``; with a pipeline, this stage's part of the batch.
+          ``(hidden, sums)``: ``[B, T, D]``, with a pipeline this stage's part of the batch; and the
+          sums of the feed-forwards of this stage's layers over the global batch.
         """
         config, varying = self.config, shardings.varying_axes
         specs = shardings.weight_specs(nnx.state(self))
@@ -290,7 +313,7 @@ class Decoder(nnx.Module):
                 frozen: nnx.State,
                 shared: Any,
                 attention_fn: AttentionFn | None,
-            ) -> tuple[jax.Array, Any]:
+            ) -> tuple[tuple[jax.Array, Any], Any]:
                 tables, order, segment_ids, prefix_lengths = shared
                 rope = tables[table_of[kind.rope]]
                 # Casts inside the rematerialized layer: outside, the backward pass would store
@@ -305,7 +328,7 @@ class Decoder(nnx.Module):
 
         layers = {kind: layer_of(*kind) for kind in kinds}
 
-        def run(x: jax.Array, shared: Any) -> jax.Array:
+        def run(x: jax.Array, shared: Any) -> tuple[jax.Array, Any]:
             positions, *masks = shared
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda w: w)
@@ -317,12 +340,15 @@ class Decoder(nnx.Module):
 
         x = vary(x, frozenset(varying))
         if shardings.stage_axis is None:
-            x = run(x, (positions, segment_ids, prefix_lengths))
+            x, sums = run(x, (positions, segment_ids, prefix_lengths))
         else:
             shared = jnp.broadcast_to(positions, tokens.shape), segment_ids, prefix_lengths
-            x = pipelined(run, x, shared, shardings.stage_axis, shardings.microbatches)
+            x, sums = pipelined(run, x, shared, shardings.stage_axis, shardings.microbatches)
         norm, scale = nnx.split(self.final_norm)
-        return nnx.merge(norm, whole(scale, specs["final_norm"]))(x)
+        over = flat_names(shardings.batch_axes, shardings.token_axes)
+        if over:
+            sums = lax.psum(sums, over)
+        return nnx.merge(norm, whole(scale, specs["final_norm"]))(x), sums
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits, float32 ``[..., V]``, of hidden states ``[..., D]``, with the final soft cap.
@@ -398,17 +424,20 @@ def _run(
     shardings: DecoderShardings,
     weights: nnx.State,
     *arrays: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """:meth:`Decoder.local` on every device."""
 
-    def local(weights: nnx.State, *arrays: jax.Array | None) -> jax.Array:
+    def local(weights: nnx.State, *arrays: jax.Array | None) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, weights).local(shardings, *arrays)
 
     return jax.shard_map(
         local,
         mesh=shardings.mesh,
         in_specs=(shardings.weight_specs(weights), *shardings.input_specs(arrays)),
-        out_specs=P(shardings.out_batch_axes or None, shardings.token_axes or None),
+        out_specs=(
+            P(shardings.out_batch_axes or None, shardings.token_axes or None),
+            P(shardings.stage_axis),
+        ),
         check_vma=shardings.check_vma,
     )(weights, *arrays)
 
@@ -467,16 +496,3 @@ def _options_of_rules(rules: ShardingRules) -> dict[str, AxisNames]:
         "batch_axis": rules.batch_axes or None,
         "tensor_axis": rules.tensor,
     }
-
-
-def _check_stacked(stacked: nnx.State, shardings: DecoderShardings) -> None:
-    """Raises ValueError if a weight's leading dimension, that of the layers, is sharded wrongly."""
-    for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
-        spec = jax.typeof(weight).sharding.spec
-        if set(flat_names(*spec[:1])) - set(flat_names(shardings.stage_axis)):
-            raise ValueError(
-                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is sharded as {spec} "
-                "over Explicit mesh axes: dimension 0 is that of the layers, which run one after "
-                "the other; shard another dimension, like PartitionSpec(None, ...), or use Auto "
-                "axes"
-            )

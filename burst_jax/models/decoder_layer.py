@@ -92,15 +92,16 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array | None = None,
         *,
         remat: Remat,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[tuple[jax.Array, Any], Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
         ``window`` is that of the layer's kind, ``attention_fn`` and ``positions`` those of
         :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
-          ``(x, aux)``: the residual stream after the layer, and what ``attention_fn`` returned next
-          to its output, None without one.
+          ``((x, sums), aux)``: the residual stream after the layer, the sums of
+          :meth:`burst_jax.models.FeedForward.with_sums`, and what ``attention_fn`` returned next to
+          its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
         attended, aux = self.attention.attend(
@@ -115,10 +116,12 @@ class DecoderLayer(nnx.Module):
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
-        update = self.mlp(self.mlp_norm(x), keeps_products=keeps_mlp_products(remat))
+        update, sums = self.mlp.with_sums(
+            self.mlp_norm(x), segment_ids, keeps_products=keeps_mlp_products(remat)
+        )
         if self.post_mlp_norm is not None:
             update = self.post_mlp_norm(checkpoint_name(update, BEFORE_POST_NORM))
-        return x + update, aux
+        return (x + update, sums), aux
 
 
 def norm_of(config: DecoderConfig) -> RMSNorm:

@@ -1,7 +1,7 @@
 """The feed-forward of a decoder layer: the interface, and the gated MLP (SwiGLU, GeGLU).
 
-``DecoderConfig.feed_forward`` is the class that the decoder's layers construct. Another one, like a
-mixture of experts, is a subclass of :class:`FeedForward` in a file of its own.
+``DecoderConfig.feed_forward`` is the class that the decoder's layers construct. Another one, like
+the mixture of experts, is a subclass of :class:`FeedForward` in a file of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+class Auxiliary(NamedTuple):
+    """What a model computes for training in addition to its output.
+
+    Attributes:
+      loss: float32 scalar that is added to the mean loss of the targets, or None.
+      metrics: float32 scalars by name.
+    """
+
+    loss: jax.Array | None
+    metrics: dict[str, jax.Array]
+
+
 class FeedForward(nnx.Module):
     """A layer's feed-forward, ``[B, T, D]`` to ``[B, T, D]``.
 
@@ -41,8 +53,8 @@ class FeedForward(nnx.Module):
     must sum its result (``lax.psum``), and over no axis by name: serving uses other axes.
     docs/flax.md has an example.
 
-    It cannot return an auxiliary loss, like one that balances the load of experts: layers return
-    one array.
+    A class with auxiliary losses, like one that balances the load of experts, overrides
+    ``with_sums`` and ``auxiliary``.
 
     Args:
       config: sizes and dtypes.
@@ -84,6 +96,33 @@ class FeedForward(nnx.Module):
             them :data:`burst_jax.models.remat.MLP_PRODUCTS` with ``checkpoint_name``.
         """
         raise NotImplementedError
+
+    def with_sums(
+        self, x: jax.Array, present: jax.Array | None, *, keeps_products: bool
+    ) -> tuple[jax.Array, Any]:
+        """Runs it, and sums what :meth:`auxiliary` needs over this device's tokens.
+
+        Args:
+          x: ``[B, T, D]``, the normalized residual stream.
+          present: int32 ``[B, T]``, 0 for padding, or None.
+          keeps_products: as in ``__call__``.
+
+        Returns:
+          ``(out, sums)``; ``sums`` is a pytree of float32 arrays, or None without any.
+        """
+        del present
+        return self(x, keeps_products=keeps_products), None
+
+    @classmethod
+    def auxiliary(cls, config: DecoderConfig, sums: Any) -> Auxiliary:
+        """The auxiliary loss and metrics, from the sums of :meth:`with_sums`.
+
+        Args:
+          config: sizes and dtypes.
+          sums: summed over the global batch, with a leading dimension for the layers.
+        """
+        del config, sums
+        return Auxiliary(None, {})
 
     @classmethod
     def projections(cls, config: DecoderConfig) -> dict[str, tuple[int, int]]:

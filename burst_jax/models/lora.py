@@ -50,8 +50,9 @@ def add_lora(
       rank: rank of the adapters.
       alpha: numerator of their scale; None is ``rank``, a scale of 1.
       targets: names of the projections with adapters (query, key, value, out, gate, up, down, or
-        q_proj, ... as in transformers): a regular expression that matches the whole name, or a
-        sequence of names. Default: all seven.
+        q_proj, ... as in transformers; and router in place of the last three in a mixture of
+        experts): a regular expression that matches the whole name, or a sequence of names. Default:
+        all that the decoder has.
       seed: seed of A; the same values on every mesh.
 
     Returns:

@@ -25,24 +25,25 @@ from pallas_kernels.arrays import vary
 
 
 def pipelined(
-    run: Callable[[jax.Array, Any], jax.Array],
+    run: Callable[[jax.Array, Any], tuple[jax.Array, Any]],
     x: jax.Array,
     shared: Any,
     axis: str,
     microbatches: int,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """Runs all stages' layers on one device's batch, inside a ``shard_map`` over ``axis``.
 
     Args:
-      run: ``(x, shared) -> x``, this stage's layers on one microbatch.
+      run: ``(x, shared) -> (x, sums)``, this stage's layers on one microbatch.
       x: ``[B, T, D]``, the first layer's input, the same on all stages.
       shared: pytree of arrays ``[B, ...]`` that all layers read, like positions.
       axis: the mesh axis of the stages.
       microbatches: number of microbatches, which divides B.
 
     Returns:
-      ``[B / stages, T, D]``: this stage's part of the last layer's batch, in the order of the
-      stages, so that all stages have the same work afterwards.
+      ``(x, sums)``: ``[B / stages, T, D]``, this stage's part of the last layer's batch, in the
+      order of the stages, so that all stages have the same work afterwards; and the sums of this
+      stage's layers over all microbatches.
     """
     stages, stage = lax.axis_size(axis), lax.axis_index(axis)
     x, shared = vary((x, shared), frozenset((axis,)))
@@ -54,15 +55,18 @@ def pipelined(
         index = jnp.clip(index, 0, microbatches - 1)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
 
-    def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, Any]:
         first_input = microbatch(inputs[0], time)
-        out = run(jnp.where(stage == 0, first_input, received), microbatch(inputs[1], time - stage))
+        x = jnp.where(stage == 0, first_input, received)
+        out, sums = run(x, microbatch(inputs[1], time - stage))
         sent = lax.ppermute(out, axis, [(index, index + 1) for index in range(stages - 1)])
-        return sent, out
+        busy = (time >= stage) & (time < stage + microbatches)
+        return sent, (out, jax.tree.map(lambda s: jnp.where(busy, s, 0), sums))
 
     # Zeros, because idle stages must stay finite: their zero gradients would turn NaN into NaN.
     first = jnp.zeros_like(inputs[0][0])
-    _, outs = lax.scan(tick, first, jnp.arange(microbatches + stages - 1, dtype=jnp.int32))
+    _, (outs, sums) = lax.scan(tick, first, jnp.arange(microbatches + stages - 1, dtype=jnp.int32))
     last = outs[stages - 1 :].reshape(x.shape)
     from_last_stage = jnp.where(stage == stages - 1, last, 0)
-    return lax.psum_scatter(from_last_stage, axis, scatter_dimension=0, tiled=True)
+    x = lax.psum_scatter(from_last_stage, axis, scatter_dimension=0, tiled=True)
+    return x, jax.tree.map(lambda s: s.sum(0), sums)

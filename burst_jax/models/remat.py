@@ -17,7 +17,8 @@ features, M the hidden features of the feed-forward)::
 starts with the last layers and frees what they stored before it reaches the other layers, whose
 recomputation needs more memory.
 
-Out is stored with its float32 log-sum-exp, one number per head. The D in each line is the layer's
+Out is stored with its float32 log-sum-exp, one number per head. Of a mixture of experts all but
+"half" and "full" store the experts of each token, k integers. The D in each line is the layer's
 input. "half" is half-sequence remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it
 recomputes up to half of the attention, because early tokens then have as many keys as late ones.
 """
@@ -36,24 +37,25 @@ from burst_jax.ring.vjp import CHECKPOINT_NAMES
 from pallas_kernels.inputs import Carry
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
-# (x, weights, frozen, shared, attention_fn) -> (x, aux), see DecoderLayer.
-LayerWithAux = Callable[..., tuple[jax.Array, Any]]
+# (x, weights, frozen, shared, attention_fn) -> ((x, sums), aux), see DecoderLayer.
+LayerWithAux = Callable[..., tuple[tuple[jax.Array, Any], Any]]
 
 # Checkpoint names of a layer's intermediates.
 LAYER_INPUT = "layer_input"
 ATTENTION_SUM = "attention_sum"
 BEFORE_POST_NORM = "before_post_norm"
 MLP_PRODUCTS = "mlp_products"
+ROUTES = "routes"
 
 _policies = jax.checkpoint_policies
 _POLICIES = {
     "selective": _policies.save_only_these_names(
-        *CHECKPOINT_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS
+        *CHECKPOINT_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS, ROUTES
     ),
-    "attention": _policies.save_only_these_names(*CHECKPOINT_NAMES),
+    "attention": _policies.save_only_these_names(*CHECKPOINT_NAMES, ROUTES),
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT, *CHECKPOINT_NAMES],
+        names_which_can_be_offloaded=[LAYER_INPUT, *CHECKPOINT_NAMES, ROUTES],
         offload_src="device",
         offload_dst="pinned_host",
     ),
@@ -72,15 +74,15 @@ def remat_of_layers(remat: Remat, remat_layers: int | None, layers: int) -> tupl
 
 
 def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
-    """``(x, weights, frozen, shared) -> x``, whose backward pass recomputes as specified.
+    """``(x, weights, frozen, shared) -> (x, sums)``, whose backward pass recomputes as specified.
 
-    ``layer`` is ``(x, weights, frozen, shared, attention_fn) -> (x, aux)``, with the
+    ``layer`` is ``(x, weights, frozen, shared, attention_fn) -> ((x, sums), aux)``, with the
     ``attention_fn`` and ``aux`` of :meth:`burst_jax.BurstAttention.attend`.
     """
     if remat == "half":
         return _half_sequence(layer)
 
-    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> jax.Array:
+    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
         return layer(x, weights, frozen, shared, None)[0]
 
     if remat == "none":
@@ -104,20 +106,20 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
         return out, second_half
 
     @jax.custom_vjp
-    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> jax.Array:
+    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
         return layer(x, weights, frozen, shared, None)[0]
 
-    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
+    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
         out, second_half = layer(x, weights, frozen, shared, attend)
         return out, (x, weights, frozen, shared, second_half)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+    def backward(residuals: Any, gradient: Any) -> tuple[jax.Array, Any, None, None]:
         x, weights, frozen, shared, second_half = residuals
 
         def attend_first_half(*arrays: Any, **options: Any) -> tuple[jax.Array, None]:
             return attend_recomputing_half(*ring_call(*arrays, **options), second_half)[0], None
 
-        def recomputed(x: jax.Array, weights: Any) -> jax.Array:
+        def recomputed(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
             return layer(x, weights, frozen, shared, attend_first_half)[0]
 
         return *jax.vjp(recomputed, x, weights)[1](gradient), None, None
@@ -134,13 +136,13 @@ def _recomputed(layer: Layer) -> Layer:
     """
 
     @jax.custom_vjp
-    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> jax.Array:
+    def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
         return layer(x, weights, frozen, shared)
 
-    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
+    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
         return layer(x, weights, frozen, shared), (x, weights, frozen, shared)
 
-    def backward(arguments: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+    def backward(arguments: Any, gradient: Any) -> tuple[jax.Array, Any, None, None]:
         x, weights, frozen, shared = arguments
         _, vjp = jax.vjp(lambda x, weights: layer(x, weights, frozen, shared), x, weights)
         return *vjp(gradient), None, None

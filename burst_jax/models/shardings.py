@@ -198,6 +198,19 @@ def reject_sharded(weights: Any, shardings: DecoderShardings) -> None:
                 )
 
 
+def check_stacked(stacked: Any, shardings: DecoderShardings) -> None:
+    """Raises ValueError if a weight's leading dimension, that of the layers, is sharded wrongly."""
+    for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
+        spec = jax.typeof(weight).sharding.spec
+        if set(flat_names(*spec[:1])) - set(flat_names(shardings.stage_axis)):
+            raise ValueError(
+                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is sharded as {spec} "
+                "over Explicit mesh axes: dimension 0 is that of the layers, which run one after "
+                "the other; shard another dimension, like PartitionSpec(None, ...), or use Auto "
+                "axes"
+            )
+
+
 def _with_explicit(weight: jax.Array, spec: P, over: tuple[str, ...]) -> P:
     """``spec`` with the weight's own Explicit axes in ``over`` where it names no axis.
 

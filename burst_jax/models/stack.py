@@ -26,6 +26,7 @@ and the backward pass gathers these again.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# (x, one layer's weights, its frozen weights, inputs that all layers share) -> x.
-Layer = Callable[[jax.Array, Any, Any, Any], jax.Array]
+# (x, one layer's weights, its frozen weights, inputs that all layers share) -> (x, sums). Sums are
+# any pytree of arrays; those of all layers are stacked.
+Layer = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 
 
 class Segment(NamedTuple):
@@ -106,7 +108,7 @@ def run_layers(
     stacked: Any,
     frozen: Any,
     shared: Any,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """:func:`run_ahead`, or for layers of one kind a plain ``lax.scan`` without gathering ahead.
 
     Layers of several kinds use :func:`run_ahead` in any case: JAX's own gradient of a scan over
@@ -115,11 +117,11 @@ def run_layers(
     if any(layer is not layers[0] for layer in layers):
         return run_ahead(layers, gather, x, stacked, frozen, shared)
 
-    def body(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, Any]:
         trained, constant = weights
-        return layers[0](x, gather(trained), gather(constant), shared), None
+        return layers[0](x, gather(trained), gather(constant), shared)
 
-    return lax.scan(body, x, (stacked, lax.stop_gradient(frozen)))[0]
+    return lax.scan(body, x, (stacked, lax.stop_gradient(frozen)))
 
 
 def run_ahead(
@@ -129,12 +131,12 @@ def run_ahead(
     stacked: Any,
     frozen: Any,
     shared: Any,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
     """``x`` through all layers, with weights gathered one layer ahead.
 
     Args:
-      layers: for each layer ``(x, weights, frozen, shared) -> x`` with gathered weights; layers of
-        one kind are the same function. Its ``jax.vjp`` determines what is stored.
+      layers: for each layer ``(x, weights, frozen, shared) -> (x, sums)`` with gathered weights;
+        layers of one kind are the same function. Its ``jax.vjp`` determines what is stored.
       gather: this device's part of one layer's weights, trained or frozen, to whole weights;
         differentiable.
       x: the first layer's input.
@@ -143,7 +145,8 @@ def run_ahead(
       shared: pytree that all layers read, like positions; it has no gradient.
 
     Returns:
-      The last layer's output, with the shape and dtype of ``x``.
+      ``(x, sums)``: the last layer's output, with the shape and dtype of ``x``, and the sums of all
+      layers, stacked.
     """
     count = len(layers)
     blocks = blocks_of(layers)
@@ -168,17 +171,19 @@ def run_ahead(
         return gather(trained), gather(constant)
 
     @jax.custom_vjp
-    def run(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> jax.Array:
+    def run(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
         local = stacked, frozen
 
         def body(segment: Segment, carry: Any, index: jax.Array, _: None) -> Any:
             x, (weights, constant) = carry
             ahead = gathered(local, index + 1)
-            return (layers[segment.layer](x, weights, constant, shared), ahead), None
+            x, sums = layers[segment.layer](x, weights, constant, shared)
+            return (x, ahead), sums
 
-        return _scan(blocks, body, (x, gathered(local, np.int32(0))))[0][0]
+        (x, _), sums = _scan(blocks, body, (x, gathered(local, np.int32(0))))
+        return x, _in_order(blocks, sums)
 
-    def forward(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
+    def forward(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
         local = stacked, frozen
 
         def body(segment: Segment, carry: Any, index: jax.Array, _: None) -> Any:
@@ -187,21 +192,23 @@ def run_ahead(
             layer = layers[segment.layer]
             out, vjp = jax.vjp(lambda x, weights: layer(x, weights, constant, shared), x, weights)
             stored, rebuild[segment] = _without(vjp, (weights, constant, shared))
-            return (out, ahead), stored
+            return (out[0], ahead), (out[1], stored)
 
-        (out, _), stored = _scan(blocks, body, (x, gathered(local, np.int32(0))))
-        return out, (stored, local, shared)
+        (out, _), found = _scan(blocks, body, (x, gathered(local, np.int32(0))))
+        sums, stored = ([tuple(each[i] for each in block) for block in found] for i in range(2))
+        return (out, _in_order(blocks, sums)), (stored, local, shared)
 
-    def backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, Any, None, None]:
+    def backward(residuals: Any, gradients: Any) -> tuple[jax.Array, Any, None, None]:
         stored, local, shared = residuals
-        stacked, _ = local
+        (gradient, dsums), (stacked, _) = gradients, local
 
         def body(segment: Segment, carry: Any, index: jax.Array, stored: list[jax.Array]) -> Any:
             gradient, weights, gradients = carry
             ahead = gathered(local, index - 1)
             if segment in unrolled:
                 stored = lax.optimization_barrier(stored)
-            gradient, dweights = rebuild[segment](stored, (*weights, shared))(gradient)
+            dout = gradient, layer_weights(dsums, index)
+            gradient, dweights = rebuild[segment](stored, (*weights, shared))(dout)
             (dlocal,) = jax.vjp(gather, layer_weights(stacked, index))[1](dweights)
             gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
@@ -260,6 +267,22 @@ def _scan(
                 repetition, carry, (shifts, block_inputs), reverse=reverse
             )
     return carry, tuple(outs)
+
+
+def _in_order(blocks: Sequence[Block], outs: Sequence[tuple[Any, ...]]) -> Any:
+    """The outs of :func:`_scan` of all layers, ``[L, ...]``."""
+
+    def concatenated(block: Block, *parts: jax.Array) -> jax.Array:
+        if block.repeats == 1:
+            return jnp.concatenate(parts)
+        each = jnp.concatenate(parts, axis=1)
+        return each.reshape(-1, *each.shape[2:])
+
+    of_blocks = [
+        jax.tree.map(partial(concatenated, block), *parts)
+        for block, parts in zip(blocks, outs, strict=True)
+    ]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_blocks)
 
 
 def _without(vjp: Any, available: Any) -> tuple[list[jax.Array], Callable[..., Any]]:

@@ -70,10 +70,16 @@ class ShardingRules:
 
         Raises:
           ValueError: it is not a mesh, or has an axis of another name.
+          NotImplementedError: it has an axis "expert".
         """
         mesh = resolve_mesh(mesh)
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in mesh.axis_names:
+            if name == "expert":
+                raise NotImplementedError(
+                    "the mesh has an axis 'expert': expert parallelism is not implemented; experts "
+                    "are sharded over fsdp, seq and tensor as dense weights are"
+                )
             if name not in fields:
                 raise ValueError(
                     f"the mesh has an axis {name!r}: ShardingRules.of accepts "

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
@@ -45,14 +46,16 @@ class DeviceSizes:
       attended_kv: the same during attention, per token of the device: more than ``kv`` if Ulysses
         replicates key heads.
       heads: number of its query heads.
-      hidden: its hidden features of the feed-forward.
+      hidden: its hidden features of the feed-forward that a token uses: with experts those of k
+        experts and of the shared one.
+      copies: number of experts that a token is sent to, k; 0 without experts.
       normed: features that one layer's norms read, in total.
       post_normed: those of them that post-norms of attention and feed-forward read.
       vocab: its shard of the vocabulary.
       itemsize: bytes of an activation.
       param: bytes of a weight.
       attention: the four projections of one layer, and norms of heads.
-      mlp: the three matrices of one layer's feed-forward.
+      mlp: the matrices of one layer's feed-forward, of all experts.
       layer: all weights of one layer.
       embedding: the embedding.
       head: the output projection; the embedding again if they are tied.
@@ -68,6 +71,7 @@ class DeviceSizes:
     attended_kv: int
     heads: int
     hidden: int
+    copies: int
     normed: int
     post_normed: int
     vocab: int
@@ -95,14 +99,19 @@ def device_sizes(
 
     Raises:
       ValueError: a weight or the batch is not divisible by the mesh.
-      NotImplementedError: a feed-forward other than GatedMLP.
+      NotImplementedError: a feed-forward other than GatedMLP and MixtureOfExperts.
     """
-    if config.feed_forward is not GatedMLP:
+    if config.feed_forward not in (GatedMLP, MixtureOfExperts):
         raise NotImplementedError(
-            f"feed_forward is {config.feed_forward.__name__}: the planner supports GatedMLP only"
+            f"feed_forward is {config.feed_forward.__name__}: the planner supports GatedMLP and "
+            "MixtureOfExperts only"
         )
+    experts = config.experts
     rules, mesh, tensor = strategy.weight_rules, strategy.abstract_mesh, strategy.tensor
-    for name, size in (("num_heads", config.num_heads), ("mlp_dim", config.mlp_dim)):
+    shared = experts.shared_dim if experts else 0
+    copies = experts.per_token if experts else 0
+    sizes = {"num_heads": config.num_heads, "mlp_dim": config.mlp_dim, "shared_dim": shared}
+    for name, size in sizes.items():
         if size % tensor:
             raise ValueError(f"{name} is {size}: {tensor} devices do not divide it")
     ulysses = strategy.ulysses
@@ -140,7 +149,8 @@ def device_sizes(
         kv=kv,
         attended_kv=max(kv, ulysses * head_features),
         heads=config.num_heads // tensor,
-        hidden=config.mlp_dim // tensor,
+        hidden=((copies or 1) * config.mlp_dim + shared) // tensor,
+        copies=copies,
         normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
         post_normed=post_normed,
         vocab=config.vocab_size // tensor,

@@ -62,7 +62,9 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
         "selective": 2 * s.width + s.post_normed + s.query + 2 * s.hidden,
         # Norms save three float32 arrays each; then the inputs of attention and feed-forward, q, k,
         # v, out, and the hidden features.
-        "none": 3 * 4 / s.itemsize * s.normed + 2 * (s.width + s.query + s.kv + s.hidden),
+        "none": 3 * 4 / s.itemsize * s.normed
+        + 2 * (s.width + s.query + s.kv + s.hidden)
+        + s.copies * s.width,
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
     return int(s.tokens * (features * s.itemsize + rows))
@@ -141,6 +143,8 @@ def _backward(
     saved = remat in ("none", "selective")
     products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if saved else 5) * one
+    # A token's copies, sorted by expert: the input of gate and up, and the gradients of both ends.
+    states += 3 * s.copies * one
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
         states += 3 * one / strategy.mlp_chunks + kv

@@ -119,7 +119,8 @@ def step_seconds(
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
 
     features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
-    passes = {name: features * count for name, count in _PASSES.items()}
+    # Each direction sorts a token's copies and sorts them back: a read and a write of each.
+    passes = {name: features * (count + 8 * s.copies) for name, count in _PASSES.items()}
     # Every chunk of the feed-forward accumulates into float32 gradients.
     sums = s.layers * 8 * s.mlp.whole * (strategy.mlp_chunks - 1) / bandwidth
     moments = 4 * moment_size if strategy.moments == "device" else 0

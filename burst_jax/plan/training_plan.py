@@ -169,7 +169,7 @@ class TrainingPlan:
             f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {gpu.memory:g} GiB each, "
             f"{cluster.link:g} GB/s within a host, {cluster.host_link:g} to another host; rates: "
             f"{gpu.source}",
-            f"{config.num_layers} layers of {config.embed_dim}, {heads}, hidden {config.mlp_dim}, "
+            f"{config.num_layers} layers of {config.embed_dim}, {heads}, {_feed_forward(config)}, "
             f"vocabulary {config.vocab_size:,}; {jnp.dtype(config.dtype).name}, weights "
             f"{jnp.dtype(config.param_dtype).name}, moments {self.moment_dtype}",
             f"{self.batch} x {self.length:,} tokens per step; s is of a step, all else per GPU",
@@ -314,6 +314,20 @@ _HEADING = (
 _DIFFERENCES = (
     "mesh {}", "{} weights", "{} layout", "remat {}", "mlp chunks {}", "moments on the {}",
 )  # fmt: skip
+
+
+def _feed_forward(config: DecoderConfig) -> str:
+    """The sizes of the feed-forward; with experts also the weights a token uses, of all."""
+    experts = config.experts
+    if experts is None:
+        return f"hidden {config.mlp_dim}"
+    unused = 3 * config.num_layers * config.embed_dim * config.mlp_dim
+    total = config.num_matmul_params + unused * (experts.count - experts.per_token)
+    shared = f" and a shared one of {experts.shared_dim}" if experts.shared_dim else ""
+    return (
+        f"{experts.count} experts of {config.mlp_dim}, {experts.per_token} per token{shared} "
+        f"({1e-9 * config.num_matmul_params:.3g} of {1e-9 * total:.3g} billion weights)"
+    )
 
 
 def _aligned(tables: dict[str, list[list[str]]]) -> list[str]:

@@ -236,7 +236,8 @@ class _Search:
         tokens = self.length // strategy.token_devices
         rotation = next(iter(self._attention.values())).backward
         kernels = self.cluster.gpu.kernels
-        for count in [count for count in _MLP_CHUNKS if tokens % count == 0]:
+        chunks = _MLP_CHUNKS if self.config.feed_forward.chunks_tokens else (1,)
+        for count in [count for count in chunks if tokens % count == 0]:
             each = dataclasses.replace(strategy, mlp_chunks=count)
             yield (
                 each,

@@ -222,7 +222,7 @@ class ServedModel:
             if self._fuses_qkv:
                 use_fused_qkv(layer, config.num_heads // axes_size(self.shardings.mesh, axes))
             fn = partial(attend, index)
-            x, key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
+            (x, _), key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
             stored.append(key_value)
         return nnx.merge(self._norm, weights["final_norm"])(x), stored
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.errors import check_integer
 from burst_jax.models.decoder import Decoder
+from burst_jax.models.feed_forward import Auxiliary
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -141,16 +142,28 @@ def next_token_loss(
       z_loss: coefficient of the squared log-sum-exp.
 
     Returns:
-      ``(sum of losses in nats, number of targets)``, float32 scalars.
+      ``(sum of losses in nats, number of targets)``, float32 scalars; without auxiliary losses.
+    """
+    return loss_with_auxiliary(model, batch, chunk_size=chunk_size, z_loss=z_loss)[:2]
+
+
+def loss_with_auxiliary(
+    model: Decoder, batch: Batch[jax.Array], *, chunk_size: int = CHUNK_SIZE, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array, Auxiliary]:
+    """:func:`next_token_loss`, and what :meth:`Decoder.with_auxiliary` returns next to the states.
+
+    Returns:
+      ``(sum of losses in nats, number of targets, auxiliary)``; the loss of a training step is
+      ``sum / number + auxiliary.loss``.
     """
     parts, kernel_spec = model.head_sharding()
-    hidden = model(
+    hidden, auxiliary = model.with_auxiliary(
         batch["inputs"],
         batch["positions"],
         batch["segment_ids"],
         prefix_lengths=batch.get("prefix_lengths"),
     )
-    return chunked_cross_entropy(
+    total, count = chunked_cross_entropy(
         hidden,
         model.head_kernel(),
         batch["targets"],
@@ -166,6 +179,7 @@ def next_token_loss(
         # With LoRA only the adapters are trained.
         frozen_kernel=model.config.lora is not None,
     )
+    return total, count, auxiliary
 
 
 def _local_loss(

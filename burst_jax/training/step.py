@@ -18,7 +18,7 @@ from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.xla_options import compiler_options as default_compiler_options
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, loss_with_auxiliary, next_token_loss
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import split_trained, transform_of
 
@@ -47,7 +47,10 @@ class TrainStep:
     are donated; the new ones keep their shardings. With LoRA only the adapters are trained.
     Metrics are float32 scalars: ``loss`` (weighted mean, nats per target, before the update),
     ``grad_norm`` (before clipping), and ``learning_rate`` if the optimizer is an
-    :class:`burst_jax.training.Optimizer` whose state counts its steps.
+    :class:`burst_jax.training.Optimizer` whose state counts its steps. With auxiliary losses, like
+    those of a mixture of experts, ``loss`` includes them, and there are metrics of each
+    (:class:`burst_jax.models.MixtureOfExperts`); both are weighted means over the slices of
+    ``accumulate``.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TrainStep:
         self._transform = transform_of(optimizer)
         self._schedule = optimizer.schedule if isinstance(optimizer, Optimizer) else None
         self._accumulate = accumulate
-        self._loss = partial(next_token_loss, chunk_size=chunk_size, z_loss=z_loss)
+        self._loss = partial(loss_with_auxiliary, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
         self._weight_shardings: Any = None
@@ -109,13 +112,13 @@ class TrainStep:
         self, params: Any, opt_state: Any, batch: Batch[jax.Array]
     ) -> tuple[Any, Any, dict[str, Any]]:
         trained, frozen = split_trained(params)
-        loss, grads = self._mean_loss_and_gradient(trained, frozen, batch)
+        loss, grads, auxiliary = self._mean_loss_and_gradient(trained, frozen, batch)
         with jax.numpy_dtype_promotion("standard"):  # As in Optimizer.schedule: optax mixes dtypes.
             updates, new_opt_state = _update(
                 self._transform, grads, opt_state, trained, self._weight_shardings
             )
             grad_norm = optax.tree.norm(grads)
-        metrics = {"loss": loss, "grad_norm": grad_norm}
+        metrics = {"loss": loss, "grad_norm": grad_norm, **auxiliary}
         count = _step_count(opt_state)
         if self._schedule is not None and count is not None:
             metrics["learning_rate"] = jnp.asarray(self._schedule(count), jnp.float32)
@@ -124,23 +127,32 @@ class TrainStep:
 
     def _mean_loss_and_gradient(
         self, trained: Any, frozen: Any, batch: Batch[jax.Array]
-    ) -> tuple[jax.Array, Any]:
-        def total_loss(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return self._loss(nnx.merge(self._graphdef, trained, frozen), batch)
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The mean loss, its gradient, and the auxiliary metrics."""
+
+        def total_loss(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, Any]:
+            model = nnx.merge(self._graphdef, trained, frozen)
+            total, count, auxiliary = self._loss(model, batch)
+            # Times the targets, by whose number all sums are divided.
+            if auxiliary.loss is not None:
+                total = total + count * auxiliary.loss
+            return total, (count, {name: count * x for name, x in auxiliary.metrics.items()})
 
         gradient = jax.value_and_grad(total_loss, has_aux=True)
         if self._accumulate == 1:
-            (total, count), grads = gradient(trained, batch)
+            sums = gradient(trained, batch)
         else:
             shardings = nnx.merge(self._graphdef, trained, frozen).shardings()
-            total, count, grads = self._accumulated(gradient, trained, batch, shardings)
+            sums = self._accumulated(gradient, trained, batch, shardings)
+        (total, (count, metrics)), grads = sums
         count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
-        return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+        return total / count, grads, {name: x / count for name, x in metrics.items()}
 
     def _accumulated(
         self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: DecoderShardings
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Sums of loss, targets and gradient over ``accumulate`` slices of the batch."""
+    ) -> Any:
+        """The results of ``gradient``, summed over ``accumulate`` slices of the batch."""
         size = batch["inputs"].shape[0]
         devices = axes_size(shardings.mesh, shardings.batch_axes)
         stages = axes_size(shardings.mesh, shardings.stage_axis)
@@ -168,11 +180,12 @@ class TrainStep:
         )(batch)
 
         def add(sums: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:
-            (total, count), grads = gradient(trained, batch)
-            return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+            return jax.tree.map(jnp.add, sums, gradient(trained, batch)), None
 
-        zero = jnp.zeros((), jnp.float32)
-        zeros = zero, zero, jax.tree.map(jnp.zeros_like, trained)
+        first = jax.tree.map(lambda x: x[0], sliced)
+        (loss, _) = jax.eval_shape(gradient, trained, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss)
+        zeros = zeros, jax.tree.map(jnp.zeros_like, trained)
         return jax.lax.scan(add, zeros, sliced)[0]
 
 

@@ -41,7 +41,7 @@ def matrix_transfers(far: Any, near: Any) -> Iterator[tuple[Any, Any, Any, int]]
     """
     shape, i32 = ir.MemRefType(far.type), ir.IntegerType.get_signless(32)
     tile_rows, tile_columns, _, width = ir.MemRefType(near.type).shape
-    strides = tuple(shape.get_strides_and_offset()[0])
+    row_stride, column_stride = shape.get_strides_and_offset()[0]
     layout = tiled_copy_smem_gmem_layout(tile_rows, tile_columns, 2 * width, 16)
     places = layout.lane_indices(), layout.warp_indices()
 
@@ -50,13 +50,15 @@ def matrix_transfers(far: Any, near: Any) -> Iterator[tuple[Any, Any, Any, int]]
         return arith.addi(*(utils.dyn_dot(place, steps) for place in places))
 
     first_row = of_thread((1, 0))
-    base = utils.getelementptr(global_pointer(far), [of_thread(strides)], shape.element_type)
+    base = utils.getelementptr(
+        global_pointer(far), [of_thread((row_stride, column_stride))], shape.element_type
+    )
     transfers = FragmentedArray.transfer_tiled(
         near, 2 * width, layout, tuple(shape.shape), optimized=False
     )
     for _, _, index_of, pointer in transfers:
         row, column = index_of()
-        distance = row * strides[0] + column * strides[1]
+        distance = row * row_stride + column * column_stride
         address = utils.getelementptr(base, [distance], shape.element_type)
         yield pointer, address, arith.addi(first_row, utils.c(row, i32)), 2 * layout.vector_length
 

@@ -45,7 +45,9 @@ def test_a_ring_is_as_exact_as_one_device_with_the_same_weights_dropped():
 
 
 @pytest.mark.parametrize(
-    ("kind", "axis"), [("Auto", "tensor"), ("Explicit", "ulysses")], ids=["auto", "explicit"]
+    ("kind", "axis"),
+    [("Auto", "tensor"), pytest.param("Explicit", "ulysses", marks=pytest.mark.slow)],
+    ids=["auto", "explicit"],
 )
 def test_batch_and_head_indices_and_seeds_are_global(kind, axis):
     """The same as on one device, with batch, heads and sequence sharded."""

@@ -202,7 +202,15 @@ GROUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "features", "options"), GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    ("mesh", "features", "options"),
+    [
+        pytest.param(
+            *group, id=name, marks=pytest.mark.slow if name in ("by-head", "window") else ()
+        )
+        for name, group in GROUPS.items()
+    ],
+)
 def test_every_array_is_sharded_in_the_callers_shard_map(mesh, features, options):
     """Each argument enters as burst_attention shards it, with the batch or the heads sharded too.
 

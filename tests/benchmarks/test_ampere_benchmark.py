@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import interpreted_sm80
+import pytest
 
 from benchmarks import ampere
 from benchmarks.__main__ import main
@@ -10,6 +11,7 @@ from benchmarks.__main__ import main
 CASE = ampere.Case("small", 1, 96, 2, 1, 16, True)
 
 
+@pytest.mark.slow
 def test_rates_and_relative_times_are_printed(capsys, monkeypatch):
     unit = 1e-12 * CASE.flops()  # seconds at 1 TFLOP/s
     rates, modified, ring_step = [unit / 4, 3.5 * unit / 2], [2.0, 5.0], [3.0, 2.0, 6.0, 5.0]

@@ -248,6 +248,7 @@ def test_state_of_a_submodule_is_updated():
     assert counted.calls[...] == 1
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map():
     """With a device's query heads, and all key heads, of which there are fewer than devices."""
     mesh = mesh_of(seq=2, model=4)

@@ -181,11 +181,14 @@ def test_a_feed_forward_of_ones_own_trains_sharded():
 def test_what_is_known_of_a_feed_forward_of_ones_own():
     attention = 2 * 48 * 8 * (2 + 2)
     assert MIXTURE.num_matmul_params == attention + 3 * 48 * 193 + 48 * 48
-    with pytest.raises(ValueError, match=r"no projection down, gate, up: choose among query, key"):
-        abstract_decoder(dataclasses.replace(MIXTURE, lora=Lora(RANK)))
+    for targets in (("query", "up", "gate"), "up|gate"):
+        with pytest.raises(ValueError, match=r"no projection gate, up: choose among query, key"):
+            abstract_decoder(dataclasses.replace(MIXTURE, lora=Lora(RANK, targets=targets)))
     with pytest.raises(NotImplementedError, match="no model family"):
         config_json(MIXTURE, "float32", 64)
-    with pytest.raises(NotImplementedError, match="feed_forward is Mixture: the planner supports"):
+    with pytest.raises(
+        NotImplementedError, match="feed_forward is Mixture: the planner supports GatedM"
+    ):
         burst_jax.plan.training(MIXTURE, length=64, batch=8)
     with pytest.raises(ValueError, match="feed_forward is 'moe': use a subclass of burst_jax"):
         dataclasses.replace(CONFIG, feed_forward="moe")  # pyrefly: ignore

@@ -20,10 +20,50 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import mesh_of
 from safetensors.numpy import save_file
 
+import burst_jax
 from burst_jax.models import Decoder, DecoderConfig, check_save_folder, load, save
 from burst_jax.models.hf.save import take_layer
 
 ONE = mesh_of(seq=1)
+
+
+def test_mxfp4_tensors_are_dequantized(tmp_path):
+    """Each device's part, by the definition of e2m1: sign, 2 bits of exponent, 1 of mantissa."""
+    tensors, rng = hf_models.tensors("gpt_oss"), np.random.default_rng(0)
+    config = hf_models.golden("gpt_oss")["config"]
+    modules = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    folder, stored = hf_models.write_folder("gpt_oss", tmp_path / "model"), {}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": modules}))
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32), dtype=np.uint8)
+        scales = rng.integers(120, 131, codes.shape[:-1], dtype=np.uint8)
+        stored[f"{name}_blocks"] = codes[..., ::2] + 16 * codes[..., 1::2]
+        stored[f"{name}_scales"] = scales
+        exponent, mantissa = codes // 2 % 4, codes % 2 / 2
+        number = np.where(exponent, 2.0**exponent / 2 * (1 + mantissa), mantissa)
+        values = (-1.0) ** (codes // 8) * number * 2.0 ** (scales[..., None] - 127.0)
+        tensors[name] = values.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
+    whole = {name: x for name, x in tensors.items() if f"{name}_blocks" not in stored}
+    save_file(whole | stored, folder / "model.safetensors")
+    mesh = mesh_of(fsdp=2, seq=2, tensor=2)
+    model = load(folder, mesh=mesh, rules=burst_jax.ShardingRules.of(mesh), dtype=jnp.float32)
+    save(model, tmp_path / "saved")
+    found, written = hf_models.read_folder(tmp_path / "saved")
+    assert written == config
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    save_file(whole | stored | {name: stored[name][:, :3]}, folder / "model.safetensors")
+    message = r"down_proj_blocks is U8 \(4, 32, 1, 16\), its scales U8 \(4, 3, 1\): MXFP4 needs U8"
+    with pytest.raises(ValueError, match=message):
+        load(folder, mesh=mesh)
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(NotImplementedError, match=r"quantization_config is .* and must be None"):
+        load(folder, mesh=mesh)
 
 
 @pytest.fixture

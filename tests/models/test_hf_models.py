@@ -20,6 +20,7 @@ from meshes import assert_close, mesh_of, random_like
 from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import from_layout
 from burst_jax.models import (
+    Auxiliary,
     Decoder,
     DecoderConfig,
     abstract_decoder,
@@ -93,8 +94,13 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
     ("name", "sizes", "layout", "kind"),
     [
         ("gemma3_types", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
-        ("llama_dynamic", {"seq": 2}, "striped", AUTO),
+        pytest.param("llama_dynamic", {"seq": 2}, "striped", AUTO, marks=SLOW),
+        ("qwen3_moe", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
+        ("gpt_oss", {"fsdp": 2, "seq": 2}, "striped", AUTO),
+        pytest.param("mixtral", {"seq": 1}, "contiguous", AUTO, marks=SLOW),
+        pytest.param("mixtral", {"seq": 4, "tensor": 2}, "zigzag", AxisType.Explicit, marks=SLOW),
         pytest.param("gemma2", {"fsdp": 2, "seq": 2}, "striped", AxisType.Explicit, marks=SLOW),
+        pytest.param("qwen3_moe_window", {"data": 2, "seq": 2}, "striped", AUTO, marks=SLOW),
         pytest.param("gemma3_types", {"stage": 2, "fsdp": 2, "seq": 2}, "zigzag", AUTO, marks=SLOW),
         *(pytest.param(name, {"seq": 1}, "contiguous", AUTO, marks=SLOW) for name in VARIANTS),
     ],
@@ -188,7 +194,8 @@ def test_the_loss_of_a_tied_head_with_a_soft_cap(monkeypatch):
     assert spec == jax.P(("fsdp", "seq"), ("tensor",))
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.standard_normal((2, 16, 16)), jnp.float32)
-    monkeypatch.setattr(Decoder, "__call__", lambda self, *_, **__: hidden)
+    result = hidden, Auxiliary(None, {})
+    monkeypatch.setattr(Decoder, "with_auxiliary", lambda self, *_, **__: result)
     batch = place_batch(make_batch(rng.integers(0, 32, (2, 17))), mesh, batch_axis="fsdp")
 
     def chunked(weights):

@@ -70,15 +70,15 @@ COTANGENT = RNG.standard_normal((B, T, CONFIG.embed_dim)).astype(np.float32)
 UNCHECKED = dataclasses.replace(XLA, name="unchecked", checks_vma=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
         ({"seq": 2, "tensor": 2}, {"targets": "v_proj|o_proj|down|gate"}),
         # More devices than key heads, and JAX inserts no sums over devices by itself.
-        pytest.param(
+        (
             {"stage": 2, "seq": 2, "tensor": 2},
             {"implementation": UNCHECKED, "num_kv_heads": 1, "remat": "half"},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["targets", "pipeline-tensor2-unchecked-half"],

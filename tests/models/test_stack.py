@@ -70,14 +70,16 @@ def test_blocks(kinds, blocks):
 )
 def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
     layers = len(kinds)
-    x, side, cotangent = normal(3, 4), normal(3, 4), normal(3, 4)
+    x, side = normal(3, 4), normal(3, 4)
+    cotangent = normal(3, 4), normal(layers, 4)
     stacked = {"w": normal(layers, 4, 4), "b": normal(layers, 4)}
     constant = {"scale": normal(layers, 4)}
     functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
 
     def layer_of(kind):
         def layer(x, weights, frozen, side):
-            return x + functions[kind](x @ weights["w"] + weights["b"]) * frozen["scale"] * side
+            out = functions[kind](x @ weights["w"] + weights["b"])
+            return x + out * frozen["scale"] * side, (out * out).sum(0)
 
         return layer
 
@@ -89,10 +91,12 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
         return jax.tree.map(lambda w: 2 * w, weights)
 
     def loop(x, stacked):
+        sums = []
         for index, layer in enumerate(in_order):
             weights, frozen = jax.tree.map(lambda w, i=index: w[i], (stacked, constant))
-            x = layer(x, gather(weights), gather(frozen), side)
-        return x
+            x, each = layer(x, gather(weights), gather(frozen), side)
+            sums.append(each)
+        return x, jnp.stack(sums)
 
     def scanned(x, stacked):
         return run(in_order, gather, x, stacked, constant, side)

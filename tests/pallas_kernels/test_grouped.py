@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import grouped_cases
 import jax
@@ -59,7 +60,7 @@ def test_inside_shard_map_scan_and_remat():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     cases = [grouped_cases.make(name, 8, 8, "float32", rows=320) for name in ("ragged", "many")]
     x = jnp.stack([case.x for case in cases])
-    sizes = jnp.stack([jnp.resize(case.sizes, 4) // 2 for case in cases])
+    sizes = jnp.stack([jnp.resize(case.sizes, (4,)) // 2 for case in cases])
     w = cases[0].w[:4]
 
     def layers(x, w, sizes):
@@ -95,7 +96,8 @@ def test_no_copy_of_the_rows_per_group():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 128), (64, 128, 128))]
     compiled = jax.jit(gradients).lower(*shapes, jax.ShapeDtypeStruct((64,), jnp.int32)).compile()
     # The sums of dw, and less than as much again; x per group would be 67 MB.
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 64 * 128 * 128 * 4
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 64 * 128 * 128 * 4
 
 
 def test_traced_sizes_past_the_last_row_are_left_out():
@@ -147,7 +149,8 @@ def test_unsupported(monkeypatch, target, arrays, message):
     monkeypatch.setattr(grouped, "target_of", lambda x: target)
     message = f"implementation 'mosaic_sm90' cannot run: {message}"
     with pytest.raises(NotImplementedError, match=message):
-        grouped_matmul(*arrays, jnp.zeros(len(arrays[1]), int), implementation="mosaic_sm90")
+        x, w = arrays
+        grouped_matmul(x, w, jnp.zeros(len(w), int), implementation="mosaic_sm90")
 
 
 @pytest.mark.parametrize(

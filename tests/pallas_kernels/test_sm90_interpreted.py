@@ -216,11 +216,30 @@ def test_forward_of_latent_attention():
 
 
 @needs_interpreter
-def test_the_last_call_rounds_out_and_nothing_else():
-    inputs = inputs_of(SLOPES)
-    o, lse, rounded, same_lse = interpret_forward(inputs, random_carry(inputs), rounded=True)
+@pytest.mark.parametrize(
+    "kernels",
+    [KERNELS, pytest.param(SHARED, marks=slow, id="without-producer")],
+)
+def test_the_last_call_rounds_out_and_nothing_else(monkeypatch, kernels):
+    """Also where a query tile has no key: it reads none, not even one that is not finite."""
+    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 1)
+    inputs = inputs_of({**SLOPES, "lengths": (200, 136), "numbers": "both"})
+    (k, v), kv_tokens = inputs.kvs[0], inputs.kv_tokens[0]
+    # Keys of the first tile come after all queries, those of the others after its first 128.
+    at = inputs.call["query_positions"][128] + np.arange(-64, 72, dtype=np.int32)
+    at[:64] += 10**6
+    v[:, :64] = np.nan
+    tokens = [kv_tokens._replace(positions=at)]
+    inputs = dataclasses.replace(inputs, kvs=[(k, v)], kv_tokens=tokens)
+    o, lse, rounded, same_lse = interpret_forward(inputs, random_carry(inputs), kernels, True)
     np.testing.assert_array_equal(rounded, o.astype(jnp.bfloat16))
     np.testing.assert_array_equal(same_lse, lse)
+    assert np.isfinite(o).all()
+    o, lse = interpret_forward(inputs, kernels=kernels)
+    assert not o[:, :128].any()
+    assert o[:, 128:].any()
+    sinks = inputs.numbers["sink_logits"]
+    np.testing.assert_allclose(lse[0, :, :128], np.tile(sinks[:, None], 128), rtol=1e-6)
 
 
 @needs_interpreter

@@ -143,15 +143,16 @@ import burst_jax, compiled_programs as compiled
 from burst_jax.jax_compat import backends_are_initialized
 
 def program(**options):
-    mesh = compiled.gpu_mesh("h100", 2)
+    mesh = compiled.gpu_mesh("a100", 2)
 
     def attend(q, k, v):
         return burst_jax.burst_attention(
-            q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation="mosaic_sm90"
+            q, k, v, mesh=mesh, is_causal=True, layout="zigzag", implementation=compiled.SMALL
         )
 
-    traced = jax.jit(attend).trace(*compiled.inputs(mesh, 256, 2, 2))
-    found = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    with compiled.mosaic_compiles_for(mesh):
+        traced = jax.jit(attend).trace(*compiled.inputs(mesh, 256, 2, 2))
+        found = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     return compiled.schedule(found), found.as_text().count("PEER_MEMORY")
 """
 WITH_FLAGS = """

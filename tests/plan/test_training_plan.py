@@ -21,7 +21,14 @@ from meshes import mesh_of
 
 import burst_jax
 from benchmarks.plan import load_steps, step_estimate
-from burst_jax.models import DecoderConfig, LayerKind, Lora, abstract_decoder
+from burst_jax.models import (
+    DecoderConfig,
+    Experts,
+    LayerKind,
+    Lora,
+    MixtureOfExperts,
+    abstract_decoder,
+)
 from burst_jax.models.hf.trained_length import BeyondTrainedLength
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
@@ -76,6 +83,14 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     tied = dataclasses.replace(TINY, tie_embeddings=True)
     cases = [(TINY, each) for each in list(meshes.values())[::4]]
     cases.append((tied, one(plan_of(tied, 256), ring=(8,), rows=1)))
+    experts = Experts(4, 2, shared_dim=16)
+    mixture = dataclasses.replace(TINY, feed_forward=MixtureOfExperts, experts=experts)
+    planned = plan_of(mixture, 256)
+    active = mixture.num_matmul_params
+    counted = f"{1e-9 * active:.3g} of {1e-9 * (active + 2 * 2 * 3 * 32 * 64):.3g} billion weights"
+    assert f"4 experts of 64, 2 per token and a shared one of 16 ({counted})" in str(planned)
+    assert {each.strategy.mlp_chunks for each in planned.estimates} == {1}
+    cases.append((mixture, one(planned, ring=(8,), rows=1)))
     optimizer = make_optimizer(1e-3, 10)
     for config, each in cases:
         strategy = each.strategy

@@ -38,16 +38,16 @@ def test_switches_change_no_bit_of_a_ring():
 
 @pytest.mark.slow
 def test_x64_changes_no_bit_of_a_step_s_loss_and_gradient():
-    """Positions and segment ids as jnp.arange makes them, int64 under x64."""
+    """Positions and segment ids as jnp.arange makes them, int64 under x64; the ring is above."""
     config = DecoderConfig(
         vocab_size=61, num_layers=1, embed_dim=32, num_heads=4, head_dim=8, mlp_dim=48
     )
     rows = np.random.default_rng(0).integers(0, 61, (2, 33))
     segments = np.ones_like(rows, np.int32)
-    batch: Any = make_batch(rows, layout="striped", num_shards=2, segment_ids=segments)
-    mesh, optimizer = make_mesh(seq=2), make_optimizer(1e-2, 10)
+    batch: Any = make_batch(rows, segment_ids=segments)
+    mesh, optimizer = make_mesh(), make_optimizer(1e-2, 10)
     with jax.enable_x64(True):
-        graphdef, *state = init_train_state(config, optimizer, mesh, seed=0, layout="striped")
+        graphdef, *state = init_train_state(config, optimizer, mesh, seed=0)
         state = jax.tree.map(np.asarray, state)
 
     def run():

@@ -435,6 +435,7 @@ TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
     "qwen2_window": ({"seq": 2}, "striped", 350),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
+    "gpt_oss": ({"seq": 2, "tensor": 2}, "zigzag", 350),
 }
 
 

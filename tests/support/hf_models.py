@@ -42,7 +42,7 @@ def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.nd
     weight = rng.standard_normal(shape)
     if name.endswith("norm.weight"):
         weight = 0.3 * weight + (0 if differences else 1)
-    elif "embed_tokens" in name or name.endswith(".bias"):
+    elif "embed_tokens" in name or name.endswith(("bias", "sinks")):
         weight = 0.5 * weight
     else:
         # Large enough that attention is no mean of all keys, so that positions and windows tell.

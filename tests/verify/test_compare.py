@@ -92,10 +92,8 @@ def test_every_mistake_is_in_a_run():
     assert every | {"wrong gradient"} == set(NAMED) == set(own_model.MISTAKES) - {"own shard_map"}
 
 
-@pytest.mark.parametrize(
-    "mistakes",
-    [pytest.param(m, id=", ".join(m), marks=SLOW if i else ()) for i, m in enumerate(TOGETHER)],
-)
+@SLOW
+@pytest.mark.parametrize("mistakes", TOGETHER, ids=", ".join)
 def test_mistakes_are_found_and_named(mistakes):
     report = verify.compare(
         make_loss_of("nnx", mistakes=mistakes), parameters("nnx"), packed(),

@@ -78,6 +78,11 @@ def read_config(
             given = _text_config(path, given, family, multimodal, ignore)
     family = _family(path, given)
     given = without_options(given, ignore)
+    quantized = given.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if method is not None and method == family.quantization:
+        # Weights are dequantized while loading, and saved as they are then.
+        del given["quantization_config"]
     values = _complete(path, given, family, ignore)
     found = (given.get("dtype"), given.get("torch_dtype"), "float32")
     stored = next(value for value in found if value is not None)
@@ -125,7 +130,7 @@ def config_json(
         if max_length is not None:
             given["max_position_embeddings"] = max_length
         known = {key: value for key, value in given.items() if key in family.known}
-        if _same(family.read({**family.defaults, **known}), config):
+        if _same(family.read(family.completed(known)), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family
         max_length = known.get("max_position_embeddings")
@@ -137,7 +142,7 @@ def config_json(
     for family in FAMILIES.values():
         try:
             written = family.write(config, max_length)
-            agrees = _same(family.read({**family.defaults, **written}), config)
+            agrees = _same(family.read(family.completed(written)), config)
         except (ValueError, NotImplementedError):
             continue
         if agrees:
@@ -201,7 +206,7 @@ def _complete(
     only = _ONLY | dict(family.only)
     known = {*family.known, *family.ignored}
     _check_keys(path, family.model_type, given, known, only, ignore)
-    return {**family.defaults, **given}
+    return family.completed(given)
 
 
 def _check_keys(
@@ -237,7 +242,7 @@ def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
 
 
 def _computation(config: DecoderConfig) -> DecoderConfig:
-    scale = config.attention_scale
+    scale, experts = config.attention_scale, config.experts
     return dataclasses.replace(
         config,
         layer_pattern=config.layer_kinds,
@@ -252,4 +257,5 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         mlp_chunks=1,
         hf_config=None,
         lora=None,
+        experts=experts and dataclasses.replace(experts, balance_loss=0.0, z_loss=0.0),
     )

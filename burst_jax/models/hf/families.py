@@ -1,4 +1,4 @@
-"""The model families. A new dense family is one more :class:`Family` in this file."""
+"""The model families. A new one is one more :class:`Family` in this file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from burst_jax.models.hf.family import LAYER, NAMES, Family, Multimodal, Names
+from burst_jax.models.hf.family import LAYER, NAMES, Family, Fused, Multimodal, Names
+from burst_jax.models.hf.mxfp4 import MXFP4
 from burst_jax.models.hf.ropes import FULL, SLIDING
 
 _COMMON: dict[str, Any] = {
@@ -29,6 +30,8 @@ _QWEN: dict[str, Any] = _COMMON | {
     "max_window_layers": 28,
     "layer_types": None,
 }
+# Keys that transformers does not read with experts, where all layers have the window, or none.
+_QWEN_LAYERS = ("max_window_layers", "layer_types")
 _GEMMA: dict[str, Any] = _COMMON | {
     "hidden_activation": "gelu_pytorch_tanh",
     "num_key_value_heads": 4,
@@ -53,6 +56,49 @@ _GEMMA_NAMES: Names = {
     ("layers", "post_attention_norm", "scale"): LAYER + "post_attention_layernorm.weight",
     ("layers", "mlp_norm", "scale"): LAYER + "pre_feedforward_layernorm.weight",
     ("layers", "post_mlp_norm", "scale"): LAYER + "post_feedforward_layernorm.weight",
+}
+# The keys of experts in most families, and those of training them.
+_EXPERTS = {"num_local_experts": "count", "num_experts_per_tok": "per_token"}
+_ROUTER_IGNORED = ("output_router_logits", "router_aux_loss_coef")
+_MLP = ("layers", "mlp")
+_QWEN_EXPERTS_NAMES: Names = {
+    **NAMES,
+    (*_MLP, "router", "kernel"): LAYER + "mlp.gate.weight",
+    **{
+        (*_MLP, name, "kernel"): LAYER + f"mlp.experts.{{expert}}.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
+}
+_MIXTRAL_NAMES: Names = {
+    **NAMES,
+    (*_MLP, "router", "kernel"): LAYER + "block_sparse_moe.gate.weight",
+    **{
+        (*_MLP, name, "kernel"): LAYER + f"block_sparse_moe.experts.{{expert}}.{theirs}.weight"
+        for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+_GPT_OSS_NAMES: Names = {
+    **NAMES,
+    ("layers", "attention", "sinks"): LAYER + "self_attn.sinks",
+    (*_MLP, "router", "kernel"): LAYER + "mlp.router.weight",
+    (*_MLP, "router", "bias"): LAYER + "mlp.router.bias",
+    **{
+        (*_MLP, name, of): Fused(f"{LAYER}mlp.experts.{theirs}{end}", part, parts)
+        for name, theirs, part, parts in (
+            ("gate", "gate_up_proj", 0, 2),
+            ("up", "gate_up_proj", 1, 2),
+            ("down", "down_proj", 0, 1),
+        )
+        for of, end in (("kernel", ""), ("bias", "_bias"))
+    },
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 # Keys of Gemma's files that transformers does not read.
 _GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
@@ -108,6 +154,57 @@ _ALL: tuple[Family, ...] = (
         _QWEN | {"head_dim": 128, "attention_bias": False},
         {"qk_norm": True},
         _last_layers,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {key: value for key, value in _QWEN.items() if key not in _QWEN_LAYERS}
+        | {"num_key_value_heads": 4, "attention_bias": False, "moe_intermediate_size": 768}
+        | {"num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": False},
+        {"qk_norm": True},
+        lambda values: [bool(values["use_sliding_window"])] * values["num_hidden_layers"],
+        _QWEN_EXPERTS_NAMES,
+        only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
+        # The experts' hidden features; the other key has those of layers without experts.
+        keys={"moe_intermediate_size": "mlp_dim"},
+        ignored=(*_ROUTER_IGNORED, *_QWEN_LAYERS),
+        experts={"norm_topk_prob": "normalize", "num_experts": "count"} | _EXPERTS,
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        _COMMON
+        | {"hidden_act": "silu", "max_position_embeddings": 131072, "sliding_window": None}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {"qk_norm": False},
+        lambda values: [values["sliding_window"] is not None] * values["num_hidden_layers"],
+        _MIXTRAL_NAMES,
+        {FULL: 1_000_000.0, SLIDING: 1_000_000.0},
+        # Training with noise on the router's inputs.
+        only={"router_jitter_noise": (0, None)},
+        ignored=_ROUTER_IGNORED,
+        experts=_EXPERTS,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _COMMON
+        | {"hidden_act": "silu", "max_position_embeddings": 131072, "sliding_window": 128}
+        | {"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+        | {"layer_types": None, "rope_parameters": _GPT_OSS_ROPE},
+        {"qk_norm": False, "attention_sinks": True, "mlp_bias": True},
+        lambda values: _all_but_each(values, 2),
+        _GPT_OSS_NAMES,
+        {FULL: 150_000.0, SLIDING: 150_000.0},
+        {"swiglu_alpha": (1.702,)},
+        # The last two are copies of num_experts_per_tok and of YaRN's original length.
+        ignored=(*_ROUTER_IGNORED, "experts_per_token", "initial_context_length"),
+        experts={"swiglu_limit": "clamp"} | _EXPERTS,
+        expert_fields={"router_bias": True},
+        quantization=MXFP4,
     ),
     Family(
         "gemma2",

@@ -12,10 +12,27 @@ from typing import Any, NamedTuple
 
 from burst_jax.errors import shown
 from burst_jax.models.config import Activation, DecoderConfig, LayerKind
+from burst_jax.models.experts import Experts, MixtureOfExperts
 from burst_jax.models.hf.ropes import FULL, SLIDING, read_ropes, write_ropes
 
-# A weight's path in nnx.state(decoder), and its tensor's name; {layer} is the layer's index.
-Names = Mapping[tuple[str, ...], str]
+
+class Fused(NamedTuple):
+    """A tensor of all experts of a layer that may be several weights, ``[E, ..., parts outputs]``.
+
+    Attributes:
+      name: its name.
+      part: index of the weight in it.
+      parts: number of weights in it; output i of the weight is the tensor's ``parts i + part``.
+    """
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+# A weight's path in nnx.state(decoder), and its tensor's name; {layer} is the layer's index, and
+# {expert} the expert's where each has a tensor.
+Names = Mapping[tuple[str, ...], str | Fused]
 
 # By their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
@@ -72,6 +89,10 @@ class Family:
       thetas: RoPE's base by type of layer where ``config.json`` has none.
       only: keys with the values that a decoder here supports.
       ignored: keys that do not change the computation.
+      experts: fields of :class:`burst_jax.models.Experts` that are the value of a key; of two keys
+        of one field, the last one that is not null. Empty without experts.
+      expert_fields: other fields of it, with the same value in all models.
+      quantization: ``quant_method`` of quantized tensors that loading dequantizes, or None.
       multimodal: the model of text and images with this family's language models.
     """
 
@@ -87,12 +108,23 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: Collection[str] = ()
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expert_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    quantization: str | None = None
     multimodal: Multimodal | None = None
 
     @property
     def known(self) -> set[str]:
         """The keys that change the computation."""
         return {*self.defaults, *REQUIRED}
+
+    def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A ``config.json`` with the defaults of the keys that it lacks."""
+        defaults = dict(self.defaults)
+        if given.get("rope_scaling") is not None:
+            # A default is not another format of what is given.
+            defaults["rope_parameters"] = None
+        return {**defaults, **given}
 
     def read(self, values: Mapping[str, Any]) -> DecoderConfig:
         """The decoder of a ``config.json``, whose keys are known and complete."""
@@ -117,6 +149,11 @@ class Family:
         if "query_pre_attn_scalar" in self.defaults:
             scalar = values["query_pre_attn_scalar"]
             fields["attention_scale"] = None if scalar is None else scalar**-0.5
+        if self.experts:
+            given = ((field, values[key]) for key, field in self.experts.items())
+            numbers = {field: value for field, value in given if value is not None}
+            fields["experts"] = Experts(**numbers | dict(self.expert_fields))
+            fields["feed_forward"] = MixtureOfExperts
         return DecoderConfig(**fields | dict(self.fields))
 
     def write(self, config: DecoderConfig, max_length: int) -> dict[str, Any]:
@@ -140,6 +177,9 @@ class Family:
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
             **write_ropes(ropes, per_type="rope_local_base_freq" in self.defaults),
         }
+        if bool(self.experts) != (config.experts is not None):
+            raise NotImplementedError(f"{self.model_type} cannot express experts={config.experts}")
+        written |= {key: getattr(config.experts, field) for key, field in self.experts.items()}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -16,13 +16,18 @@ _SIZES = (
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings"),
     *("sliding_window_pattern", "_sliding_window_pattern"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
 _NUMBERS = ("rms_norm_eps", "rope_local_base_freq")
 _OPTIONAL_NUMBERS = (
+    "swiglu_limit",
     *("rope_theta", "partial_rotary_factor", "query_pre_attn_scalar"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
 )
-_BOOLEANS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_BOOLEANS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
+    "norm_topk_prob",
+)
 
 
 def check_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from burst_jax.errors import first_of, optional, printable, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, check_regular, read_object
+from burst_jax.models.hf.mxfp4 import BLOCKS, MXFP4, SCALES, Mxfp4Slice
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -37,6 +38,8 @@ class TensorFiles:
       folder: the checkpoint.
       single: name of the file with all tensors; a model may have several files and an index.
       tensor_name: a stored name to a tensor's name here, or None to skip the tensor.
+      quantization: "mxfp4" if pairs of tensors are blocks and scales of one tensor, which is then
+        dequantized when it is read; None if not.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -49,6 +52,7 @@ class TensorFiles:
         *,
         single: str = SINGLE,
         tensor_name: Callable[[str], str | None] = str,
+        quantization: str | None = None,
     ) -> None:
         # The file of each tensor, and its name there.
         self._places: dict[str, tuple[Any, str]] = {}
@@ -71,6 +75,17 @@ class TensorFiles:
                         f"{printable(path)} has {first_of([name])}, which another file has, too"
                     )
                 self._places[name] = file, stored
+        if quantization == MXFP4:
+            for name in [each for each in self._places if each.endswith(BLOCKS)]:
+                self._dequantize(name.removesuffix(BLOCKS))
+
+    def _dequantize(self, name: str) -> None:
+        """Replaces blocks and scales by the tensor that they are."""
+        if name + SCALES in self._places and name not in self._places:
+            blocks, scales = (self._slice(name + end) for end in (BLOCKS, SCALES))
+            self._slices[name] = Mxfp4Slice(name, blocks, scales)
+            self._places[name] = self._places.pop(name + BLOCKS)
+            del self._places[name + SCALES]
 
     @property
     def names(self) -> Iterable[str]:

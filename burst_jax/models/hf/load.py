@@ -61,8 +61,9 @@ def load(
 ) -> Decoder:
     """Loads a decoder from a Hugging Face checkpoint.
 
-    Supported families: llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, gemma2,
-    gemma3_text, and the language model of gemma3. Each process reads the slices that its devices
+    Supported families: llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, qwen3_moe,
+    mixtral, gpt_oss (MXFP4 experts are dequantized), gemma2, gemma3_text, and the language model of
+    gemma3. Each process reads the slices that its devices
     hold, one weight after the other, so host memory holds at most one weight with all its layers in
     addition to the model.
 
@@ -101,8 +102,9 @@ def load(
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
-    files = TensorFiles(folder, tensor_name=multimodal.tensor_name if multimodal else str)
-    weights = weights_of(shapes, family, config.num_layers)
+    tensor_name = multimodal.tensor_name if multimodal else str
+    files = TensorFiles(folder, tensor_name=tensor_name, quantization=family.quantization)
+    weights = weights_of(shapes, family)
     check_tensors(folder, files, weights, ignore)
     values = {}
     for weight in weights:
@@ -115,7 +117,7 @@ def read_weight(
     files: TensorFiles, weight: Weight, sharding: NamedSharding, dtype: np.dtype
 ) -> jax.Array:
     """One weight, of which this process reads the slices of its devices."""
-    shape = (len(weight.names), *weight.shape) if weight.stacked else weight.shape
+    shape = *weight.leading, *weight.shape
     # Read once for all devices with the same slice.
     found: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
@@ -132,13 +134,14 @@ def read_weight(
 def _slice(
     files: TensorFiles, weight: Weight, index: tuple[slice, ...], dtype: np.dtype
 ) -> np.ndarray:
-    layers, index = (index[0], index[1:]) if weight.stacked else (slice(0, 1), index)
-    size = tuple(one.stop - one.start for one in index)
-    names = weight.names[layers]
-    out = np.empty((len(names), *size), dtype)
-    for layer, name in zip(out, names, strict=True):
-        layer[...] = weight.from_tensor(files.read(name, weight.tensor_index(index)), size)
-    return out if weight.stacked else out[0]
+    count = len(weight.leading)
+    names = np.asarray(weight.names).reshape(weight.leading)[index[:count]]
+    size = tuple(one.stop - one.start for one in index[count:])
+    out = np.empty((names.size, *size), dtype)
+    for part, name in zip(out, names.ravel(), strict=True):
+        read = files.read(str(name), weight.tensor_index(index[count:]))
+        part[...] = weight.from_tensor(read, size)
+    return out.reshape(*names.shape, *size)
 
 
 def check_tensors(

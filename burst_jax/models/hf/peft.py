@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from burst_jax.errors import check_integer, check_positive, first_of, printable, shown
 from burst_jax.json_files import read_object
-from burst_jax.layers.lora import LORA_A, LORA_B, PROJECTIONS, Lora
+from burst_jax.layers.lora import LORA_A, LORA_B, PROJECTIONS, ROUTER, Lora
 from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.config import loaded_from
@@ -77,13 +77,18 @@ def save_adapter(
       FileExistsError: the folder is not empty.
       ImportError: the library safetensors is missing.
       NotImplementedError: ``base`` is a model of text and images, to whose vision layers peft would
-        add the adapters, too.
+        add the adapters, too; or an expert mixture's router has an adapter.
       OSError: for example, the disk is full.
       ValueError: the decoder has no adapters, or ``folder`` is a mount point.
     """
     lora, config = model.config.lora, model.config
     if lora is None:
         raise ValueError("model has no adapters: add some with add_lora; save writes a whole model")
+    if ROUTER in config.adapted:
+        raise NotImplementedError(
+            "model has an adapter of the router, which peft does not support: use targets without "
+            "it, or save the merged model"
+        )
     check_base(config, base)
     arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
     alpha = float(lora.rank if lora.alpha is None else lora.alpha)
@@ -93,7 +98,7 @@ def save_adapter(
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted(PROJECTIONS[name] for name in lora.projections),
+        "target_modules": sorted(PROJECTIONS[name] for name in config.adapted),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -178,10 +183,12 @@ def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
     """The adapters with their tensors' names, from arrays or shapes by path."""
     names, weights = _family(config).names, []
     for path, array in arrays.items():
-        stem = "base_model.model." + names[*path[:-1], "kernel"].removesuffix("weight")
+        kernel = names[*path[:-1], "kernel"]
+        assert isinstance(kernel, str)  # Experts have no adapters.
+        stem = "base_model.model." + kernel.removesuffix("weight")
         name = stem + {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}[path[-1]]
         layers = tuple(name.format(layer=i) for i in range(config.num_layers))
-        weights.append(Weight(path, layers, True, tuple(array.shape[1:]), 1))
+        weights.append(Weight(path, layers, (config.num_layers,), tuple(array.shape[1:]), 1))
     return weights
 
 

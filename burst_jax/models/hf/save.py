@@ -28,8 +28,10 @@ from burst_jax.models.lora import merge_lora
 from burst_jax.models.weights import flat_weights
 from burst_jax.parallel.processes import by_first_process
 
-# Each file's tensors: (name, the weight, the layer or None).
-Files = dict[str, list[tuple[str, Weight, int | None]]]
+# A tensor or a part of one: (name, the weight, its index in the weight's leading dimensions).
+Part = tuple[str, Weight, tuple[int, ...]]
+# Each file's tensors; the parts of one follow each other.
+Files = dict[str, list[Part]]
 
 
 def save(
@@ -77,7 +79,7 @@ def save(
     if model.config.lora is not None:
         model = merge_lora(model, param_dtype=dtype)
     state = nnx.state(model)
-    weights = weights_of(state, family, model.config.num_layers)
+    weights = weights_of(state, family)
     files = _assign_files(weights, dtype, max_file_bytes)
     texts = {"config.json": written}
     if len(files) > 1:
@@ -128,9 +130,9 @@ def write_folder(
     try:
         by_first_process(writer.begin)
         for file, tensors in files.items():
-            for name, weight, layer in tensors:
+            for name, weight, index in tensors:
                 # All processes: this gathers the tensor from all devices.
-                whole = _whole(arrays[weight.path], layer)
+                whole = _whole(arrays[weight.path], index)
                 if jax.process_index() == 0:
                     writer.add(name, weight, whole)
             by_first_process(lambda file=file: writer.write(file))
@@ -166,8 +168,8 @@ class _Writer:
         """Adds a tensor to the next file. Errors are raised in ``write``, after all gathers."""
         if self._error is None:
             try:
-                tensor = weight.to_tensor(np.asarray(whole))
-                self._content[name] = tensor.astype(self._dtype, copy=False)
+                array = np.asarray(whole).astype(self._dtype, copy=False)
+                self._content[name] = weight.to_tensor(array, self._content.get(name))
             except Exception as error:
                 self._error = error
 
@@ -210,11 +212,12 @@ def _sync(path: Path) -> None:
 
 def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Files:
     """Assigns tensors to files of at most this size, layer by layer."""
-    files: list[list[tuple[str, Weight, int | None]]] = [[]]
+    files: list[list[Part]] = [[]]
     size = 0
     for tensor in in_order(weights):
         more = _bytes(tensor[1], dtype)
-        if files[-1] and size + more > max_file_bytes:
+        same = bool(files[-1]) and files[-1][-1][0] == tensor[0]
+        if files[-1] and size + more > max_file_bytes and not same:
             files.append([])
             size = 0
         files[-1].append(tensor)
@@ -227,12 +230,15 @@ def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) 
     }
 
 
-def in_order(weights: list[Weight]) -> Iterator[tuple[str, Weight, int | None]]:
-    """The weights' tensors layer by layer: (name, the weight, the layer or None)."""
-    stacked = [weight for weight in weights if weight.stacked]
-    yield from ((weight.names[0], weight, None) for weight in weights if not weight.stacked)
-    for layer in range(len(stacked[0].names)):
-        yield from ((weight.names[layer], weight, layer) for weight in stacked)
+def in_order(weights: list[Weight]) -> Iterator[Part]:
+    """The weights' tensors, layer by layer."""
+    parts = [
+        (name, weight, index)
+        for weight in weights
+        for name, index in zip(weight.names, np.ndindex(*weight.leading), strict=True)
+    ]
+    # Those without a layer come first. By name, so that the parts of a tensor follow each other.
+    yield from sorted(parts, key=lambda part: (part[2][:1], part[0]))
 
 
 def _bytes(weight: Weight, dtype: jnp.dtype) -> int:
@@ -247,12 +253,14 @@ def _index(files: Files, dtype: jnp.dtype) -> dict[str, Any]:
     }
 
 
-def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
-    """One layer of a weight, or an unstacked weight, gathered to this process."""
+def _whole(weight: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """The part of a weight at an index of its leading dimensions, gathered to this process."""
     if not isinstance(weight.sharding, NamedSharding):
-        return weight if layer is None else weight[layer]
+        return weight[index]
     mesh, spec = weight.sharding.mesh, weight.sharding.spec
-    taken = weight if layer is None else take_layer(weight, np.int32(layer), mesh=mesh, spec=spec)
+    taken = weight
+    if index:
+        taken = take_layer(weight, *map(np.int32, index), mesh=mesh, spec=spec)
     if taken.is_fully_addressable:
         return taken
     return jax.device_put(taken, NamedSharding(mesh, PartitionSpec()))
@@ -260,16 +268,20 @@ def _whole(weight: jax.Array, layer: int | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("mesh", "spec"))
 def take_layer(
-    weight: jax.Array, layer: jax.Array, *, mesh: Mesh, spec: PartitionSpec
+    weight: jax.Array, layer: jax.Array, *expert: jax.Array, mesh: Mesh, spec: PartitionSpec
 ) -> jax.Array:
     """One layer of a stacked weight ``[L, ...]``, sharded as its other dimensions are.
+
+    With ``expert``, one expert of a layer of ``[L, E, ...]``.
 
     A pipeline's stages shard the layers. The stage that has the layer sends it to the others, which
     add zeros, so that no device holds a whole stack.
     """
-    stages, *others = spec or (None,)
+    stages, *others = (*spec, *[None] * (weight.ndim - len(spec)))
 
-    def take(part: jax.Array, layer: jax.Array) -> jax.Array:
+    def take(part: jax.Array, layer: jax.Array, *expert: jax.Array) -> jax.Array:
+        if expert:
+            part = lax.dynamic_index_in_dim(part, expert[0], 1, keepdims=False)
         if stages is None:
             return lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)
         index = layer - lax.axis_index(stages) * part.shape[0]
@@ -282,6 +294,9 @@ def take_layer(
         return lax.bitcast_convert_type(sent, taken.dtype)
 
     run = jax.shard_map(
-        take, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(*others)
+        take,
+        mesh=mesh,
+        in_specs=(spec, *[PartitionSpec()] * (1 + len(expert))),
+        out_specs=PartitionSpec(*others[len(expert) :]),
     )
-    return run(weight, layer)
+    return run(weight, layer, *expert)

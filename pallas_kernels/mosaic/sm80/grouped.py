@@ -198,6 +198,7 @@ class _Cta(NamedTuple):
 def _run(
     static: _Static, inputs: Any, name: str, matrices: int, row_tiles: int, shape: tuple[int, ...]
 ) -> jax.Array:
+    result: Any = jax.ShapeDtypeStruct(shape, static.dtype)
     return launch(
         functools.partial(_kernel, static),
         name,
@@ -205,7 +206,7 @@ def _run(
         warpgroups=1,
         semantics=plgpu.LoweringSemantics.Lane,
         inputs=inputs,
-        results=jax.ShapeDtypeStruct(shape, static.dtype),
+        results=result,
         memory=static.memory(),
     )
 

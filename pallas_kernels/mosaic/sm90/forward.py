@@ -151,7 +151,7 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
         return TileIterator(inputs.bounds, batch, head, tile, last=static.kv_tiles - 1)
 
     run_all = functools.partial(
-        for_each_work_tile, static.work_tiles, scheduler, iterator_of, skip_empty=static.in_place
+        for_each_work_tile, static.work_tiles, scheduler, iterator_of, skip_empty=True
     )
 
     def produce():
@@ -165,7 +165,11 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
             own = static, refs, warpgroup
             inline = InlineProducer(warpgroup == 0, lambda work: _producer(*own, work).start())
         run = functools.partial(_consume, static, refs, warpgroup)
-        steps = run_all(run, is_producer=False, inline=inline)
+        # In place, queries without keys keep the carry. Otherwise their results must be written.
+        run_empty = None
+        if not static.in_place:
+            run_empty = functools.partial(_write_without_keys, static, refs, warpgroup)
+        steps = run_all(run, is_producer=False, inline=inline, run_empty=run_empty)
         plgpu.wait_smem_to_gmem(0)
         if inline is not None and static.config.cluster > 1:
             _drain_stages(static, refs, steps, warpgroup)
@@ -331,6 +335,18 @@ def _consume(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wor
         forward_epilogue.fetch_carry(consumer)
     acc = _last_product(consumer, state)
     forward_epilogue.finish(consumer, acc, state.m, state.total)
+
+
+def _write_without_keys(
+    static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: WorkTile
+) -> None:
+    """The epilogue of a work tile whose queries attend to no key."""
+    consumer = Consumer.of(static, refs, warpgroup, work)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if static.has_carry:
+        forward_epilogue.fetch_carry(consumer)
+    acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
+    forward_epilogue.finish(consumer, acc, *forward_scores.start_softmax(consumer))
 
 
 def _first_step(consumer: Consumer) -> _State:

@@ -179,7 +179,7 @@ class _Static:
         """Whether it is a product; else a weight gradient."""
         return self.depth is not None
 
-    def work_tiles(self, tiles: Any) -> _WorkTiles:
+    def work_tiles(self, tiles: Any) -> Any:
         """The work tiles; ``tiles`` are a reference in the kernel."""
         columns = -(-self.shape[1] // self.config.block_n)
         most = self.most_tiles * columns
@@ -193,7 +193,7 @@ class _Static:
         """Number of CTAs."""
         return min(self.most_tiles * -(-self.shape[1] // self.config.block_n), num_sms())
 
-    def part(self, tiles: Any, matrix: Any, column: Any, row: Any) -> _Part:
+    def part(self, tiles: Any, matrix: Any, column: Any, row: Any) -> Any:
         """What a work tile reads."""
         del column
         if self.depth is not None:
@@ -240,7 +240,7 @@ class _Kernel(NamedTuple):
             self._copy(work, step, stage)
 
     def _copy(self, work: WorkTile, step: Any, stage: Any) -> None:
-        static, inputs, memory, part = self.static, self.inputs, self.memory, work.iterator
+        static, inputs, memory, part = self.static, self.inputs, self.memory, _part(work)
         depth, columns = pl.ds(step * _DEPTH, _DEPTH), self.columns(work)
         rows = pl.ds(part.first + step * _DEPTH, _DEPTH)
         if not static.is_product:
@@ -263,13 +263,13 @@ class _Kernel(NamedTuple):
         row = warpgroup * WARPGROUP_ROWS
         if not self.static.is_product:
             return work.tile * self.static.config.block_m + row
-        return work.iterator.first + row
+        return _part(work).first + row
 
     def own_rows(self, work: WorkTile, warpgroup: Any) -> tuple[Any, Any]:
         """The first of a consumer's 64 rows to write, and the one after the last."""
         first = self.first_row(work, warpgroup)
         if self.static.is_product:
-            return work.iterator.begin - first, work.iterator.end - first
+            return _part(work).begin - first, _part(work).end - first
         return i32(0), self.static.shape[0] - first
 
     def consume(self, warpgroup: Any, work: WorkTile) -> None:
@@ -331,17 +331,18 @@ class _Kernel(NamedTuple):
         if self.static.is_product:
             return
         consumers = self.static.config.consumers
-        first = work.iterator.first + step * _DEPTH
-        begin, end = work.iterator.begin - first, work.iterator.end - first
+        part = _part(work)
+        first = part.first + step * _DEPTH
+        begin, end = part.begin - first, part.end - first
 
         # Both operands: one may hold NaN.
         @pl.when((begin > 0) | (end < _DEPTH))
         def _():
             _keep_rows(memory.left.at[stage, warpgroup], begin, end)
             for index, lane in enumerate(range(0, self.static.config.block_n, _DEPTH)):
-                part = memory.right.at[stage, :, pl.ds(lane, _DEPTH)]
+                piece = memory.right.at[stage, :, pl.ds(lane, _DEPTH)]
                 own = warpgroup == index % consumers
-                pl.when(own)(functools.partial(_keep_rows, part, begin, end))
+                pl.when(own)(functools.partial(_keep_rows, piece, begin, end))
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory.masked)
             plgpu.barrier_wait(memory.masked)
@@ -381,6 +382,11 @@ class _Kernel(NamedTuple):
         pl.when(jnp.logical_not(all_exist))(lambda: write(0, partial))
 
 
+def _part(work: WorkTile) -> Any:
+    """What a work tile reads: its iterator, to the tile scheduler."""
+    return work.iterator
+
+
 def _keep_rows(ref: Any, begin: Any, end: Any) -> None:
     """Zeroes the other rows of ``[64, 64]`` in shared memory."""
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=TILE)
@@ -414,13 +420,14 @@ def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: _Memory, counter
 
 
 def _run(static: _Static, inputs: _Inputs, name: str, shape: tuple[int, ...]) -> jax.Array:
+    result: Any = jax.ShapeDtypeStruct(shape, static.dtype)
     return launch(
         functools.partial(_kernel, static),
         name,
         grid={CTA_AXIS: static.ctas},
         warpgroups=static.config.consumers + 1,
         inputs=inputs,
-        results=jax.ShapeDtypeStruct(shape, static.dtype),
+        results=result,
         memory=_Memory.of(static.config, static.dtype, static.transposed),
         counter=depending_on(jnp.zeros((1,), jnp.int32), inputs.left),
     )

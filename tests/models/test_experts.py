@@ -1,0 +1,228 @@
+"""Mixtures of experts against each expert on all tokens, masked, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import decoders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_model
+import pytest
+from flax import nnx
+from implementations import quick_jit
+from jax.sharding import AxisType
+from jaxprs import count, equations
+from meshes import assert_close, make_mesh, mesh_of, random_like
+from split_runs import CONFIG as TRAINED
+from split_runs import ONE, losses
+
+from burst_jax import ShardingRules
+from burst_jax.layers.lora import set_adapter
+from burst_jax.models import (
+    DecoderConfig,
+    Experts,
+    Lora,
+    MixtureOfExperts,
+    abstract_decoder,
+    save_adapter,
+)
+from burst_jax.models.experts import Sums
+from burst_jax.models.feed_forward import GatedMLP
+from burst_jax.parallel.collectives import psum_manual
+
+B, T, D, M = 2, 13, 16, 24
+CONFIG = DecoderConfig(
+    embed_dim=D, mlp_dim=M, feed_forward=MixtureOfExperts, experts=Experts(5, 2), remat="none"
+)
+X, COTANGENT = np.random.default_rng(7).standard_normal((2, B, T, D))
+PRESENT = np.ones((B, T), np.int32)
+PRESENT[0, 9:], PRESENT[1, 4] = 0, 0
+
+
+def formula(weights, x, config, present):
+    """The output, and the sums over tokens, from each expert on all tokens."""
+    experts, xs = config.experts, x.reshape(-1, x.shape[-1])
+    keep = present.reshape(-1, 1) != 0
+    router = weights["router"]
+    logits = xs @ router["kernel"] + router.get("bias", 0)
+    if config.lora is not None:
+        logits = logits + config.lora.scale * xs @ router["kernel_lora_a"] @ router["kernel_lora_b"]
+    scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
+    chosen = jax.lax.stop_gradient(logits) >= jnp.sort(logits, -1)[:, [-experts.per_token]]
+    chosen = chosen & keep
+    of_experts = jnp.where(chosen, scores, 0)
+    if experts.normalize:
+        of_experts = of_experts / jnp.maximum(of_experts.sum(-1, keepdims=True), 1e-9)
+
+    def mlp(part, index, x):
+        def linear(name, x):
+            kernel, bias = part[name]["kernel"], part[name].get("bias")
+            if index is not None:
+                kernel, bias = kernel[index], None if bias is None else bias[index]
+            return x @ kernel + (0 if bias is None else bias)
+
+        gate, up = linear("gate", x), linear("up", x)
+        if index is None or experts.clamp is None:
+            return linear("down", gate / (1 + jnp.exp(-gate)) * up)
+        gate = jnp.where(gate > experts.clamp, experts.clamp, gate)
+        up = jnp.where(jnp.abs(up) > experts.clamp, experts.clamp * jnp.sign(up), up)
+        return linear("down", gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1))
+
+    out = jnp.zeros_like(xs)
+    for e in range(experts.count):
+        out = out + of_experts[:, [e]] * mlp(weights, e, xs)
+    if "shared" in weights:
+        out = out + mlp(weights["shared"], None, xs)
+    normalized = scores / scores.sum(-1, keepdims=True)
+    z = jnp.log(jnp.exp(logits).sum(-1, keepdims=True)) ** 2
+    counts = chosen.sum(0).astype(x.dtype)
+    sums = counts, jnp.where(keep, normalized, 0).sum(0), jnp.where(keep, z, 0).sum()
+    return out.reshape(x.shape), sums
+
+
+@pytest.mark.parametrize(
+    ("experts", "fields"),
+    [
+        (Experts(5, 2, shared_dim=8), {}),
+        (Experts(6, 3, score="sigmoid", normalize=False, router_bias=True), {"remat": "selective"}),
+        (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True}),
+        (Experts(7, 1, score="sigmoid"), {"lora": Lora(2, alpha=3.0)}),
+    ],
+)
+def test_values_sums_and_gradients_are_the_formula(experts, fields):
+    config = dataclasses.replace(CONFIG, experts=experts, **fields)
+    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+    if config.lora is not None:
+        a, b = jnp.zeros((D, 2)), jnp.zeros((2, experts.count))
+        set_adapter(layer.router, a, b, config.lora.scale)
+    graphdef, state = nnx.split(layer)
+    state = jax.tree.map(lambda x: x / 4, random_like(state, 0))
+    rng = np.random.default_rng(3)
+    dsums = rng.standard_normal(experts.count), rng.standard_normal(experts.count), 0.3
+
+    @quick_jit
+    def run(state, x, present, cotangent):
+        def feed_forward(state, x):
+            layer = nnx.merge(graphdef, state)
+            return layer.with_sums(x, present, keeps_products=config.remat == "selective")
+
+        (out, sums), vjp = jax.vjp(feed_forward, state, x)
+        return (out, tuple(sums)), *vjp((out * 0 + cotangent, type(sums)(*cotangents)))
+
+    cotangents = jax.tree.map(np.float32, dsums)
+    x, cotangent = (jnp.asarray(each, jnp.float32) for each in (X, COTANGENT))
+    found, dweights, dx = run(state, x, jnp.asarray(PRESENT), cotangent)
+    weights = nnx.to_pure_dict(state)
+    want, gradients = plain_model.gradients(
+        lambda weights, x: formula(weights, x, config, PRESENT),
+        (COTANGENT, (0 * dsums[0], *dsums[1:])),
+        weights,
+        X,
+    )
+    assert_close((found, nnx.to_pure_dict(dweights), dx), (want, *gradients), 1e-5)
+
+
+def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
+    """A recomputation that rounds otherwise would send tokens to other experts."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=2, num_heads=2, head_dim=8, experts=Experts(64, 2), remat="selective"
+    )
+    jaxpr = decoders.traced_gradient(config, make_mesh(), 4, 32)
+    sizes = [out.aval.size for each, _ in equations(jaxpr) for out in each.outvars]
+    # The experts' own weights; tokens x experts x features are more.
+    assert max(sizes) == 2 * 64 * D * M < 4 * 32 * 64 * D
+    assert count(jaxpr, "top_k") == 1
+    all_again = dataclasses.replace(config, remat="full")
+    assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
+
+
+class OnAllTokens(MixtureOfExperts):
+    """Each expert on all tokens, masked."""
+
+    def with_sums(self, x, present, *, keeps_products):
+        del keeps_products
+        weights = nnx.to_pure_dict(nnx.state(self))
+        out, sums = formula(weights, x, self.config, present)
+        return psum_manual(out, self.hidden_axis), Sums(*sums)
+
+
+MIXTURE = dataclasses.replace(
+    TRAINED,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=32,
+    feed_forward=MixtureOfExperts,
+    experts=Experts(6, 2, shared_dim=16, balance_loss=0.5, z_loss=0.1),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "fields", "steps"),
+    [
+        ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, 3),
+        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, 20, marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_training_is_that_of_each_expert_on_all_tokens(sizes, kind, fields, steps):
+    config = dataclasses.replace(MIXTURE, **fields)
+    got = losses(sizes, kind, steps=steps, config=config)
+    want = losses(ONE, steps=steps, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
+    np.testing.assert_allclose(got[1], want[1], rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Experts(4, 5), ValueError, "per_token is 5: it must be .* at most 4"),
+        (
+            lambda: Experts(4, 2, score="max"),  # pyrefly: ignore
+            ValueError,
+            "score is 'max': use one of 'softmax', ",
+        ),
+        (lambda: Experts(4, 2, clamp=0.0), ValueError, "clamp is 0.0: it must be positive"),
+        (lambda: Experts(4, 2, z_loss=-1.0), ValueError, "z_loss is -1.0: it must be 0, which is"),
+        (
+            lambda: DecoderConfig(experts=Experts(4, 2)),
+            ValueError,
+            "feed_forward is GatedMLP, experts Experts.*: use feed_forward=MixtureOfExperts",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIG, experts=None),
+            ValueError,
+            "feed_forward is MixtureOfExperts, experts None: use feed_forward=Mixture",
+        ),
+        (
+            lambda: ShardingRules.of(mesh_of(expert=2, seq=2)),
+            NotImplementedError,
+            "the mesh has an axis 'expert': expert parallelism is not implemented",
+        ),
+    ],
+)
+def test_what_is_not_supported_raises(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_active_weights_are_counted():
+    config = dataclasses.replace(CONFIG, experts=Experts(5, 2, shared_dim=8), num_layers=1)
+    dense = dataclasses.replace(config, feed_forward=GatedMLP, experts=None)
+    assert config.num_matmul_params - dense.num_matmul_params == D * (5 + 3 * (2 * M + 8 - M))
+
+
+def test_adapters_are_of_attention_and_the_router(tmp_path):
+    config = dataclasses.replace(CONFIG, num_layers=2, lora=Lora(2))
+    assert config.adapted == ("query", "key", "value", "out", "router")
+    mesh = mesh_of(fsdp=2, seq=2)
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=ShardingRules.of(mesh))
+    adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
+    assert sum(x.size for x in jax.tree.leaves(adapters)) == config.num_adapter_params
+    specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
+    assert specs["layers"]["mlp"]["router"]["kernel_lora_a"].get_value() == jax.P(None, None, None)
+    up = specs["layers"]["mlp"]["up"]["kernel"].get_value()
+    assert up == jax.P(None, None, ("fsdp", "seq"), None)
+    with pytest.raises(NotImplementedError, match="adapter of the router, which peft does not"):
+        save_adapter(nnx.merge(graphdef, random_like(shapes, 0)), tmp_path / "adapter")
