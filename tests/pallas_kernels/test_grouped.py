@@ -148,8 +148,8 @@ def test_a_kernel_that_cannot_be_compiled_is_a_warning(monkeypatch):
 def test_unsupported(monkeypatch, target, arrays, message):
     monkeypatch.setattr(grouped, "target_of", lambda x: target)
     message = f"implementation 'mosaic_sm90' cannot run: {message}"
+    x, w = arrays
     with pytest.raises(NotImplementedError, match=message):
-        x, w = arrays
         grouped_matmul(x, w, jnp.zeros(len(w), int), implementation="mosaic_sm90")
 
 

@@ -132,7 +132,8 @@ def grouped_config(rows: int, columns: int) -> GroupedConfig:
       rows: multiple of the tiles' rows.
       columns: multiple of the tiles' columns.
     """
-    return GroupedConfig(*(64 if size % 128 else 128 for size in (rows, columns)), 4)
+    block_m, block_n = (64 if size % 128 else 128 for size in (rows, columns))
+    return GroupedConfig(block_m, block_n, 4)
 
 
 def shared_memory_of(compute_capability: float) -> int:
