@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,49 +11,9 @@ import numpy as np
 
 from pallas_kernels import grouped_xla
 from pallas_kernels.arrays import as_int32, value_range, vary, varying_axes
-from pallas_kernels.backend import runs_anywhere
-from pallas_kernels.device import Target, target_of
-
-NAMES = ("xla",)
-_KERNEL_DTYPES = ("bfloat16", "float16")
-# Both families read operands in swizzled tiles of so many lanes.
-LANES = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedProducts:
-    """An implementation of the two products. Hashable.
-
-    Attributes:
-      name: the public name.
-      product: ``(x, w, group_sizes, *, transposed) -> [M, N]``, rows of group g times ``w[g]``, or
-        its transpose: ``w`` is ``[G, K, N]``, or ``[G, N, K]`` if ``transposed``. Rows after the
-        last group are 0. In x's dtype, summed in float32.
-      weight_gradient: ``(x, dy, group_sizes) -> [G, K, N]``, ``x_g^T dy_g`` of each group's rows, 0
-        of empty groups, from ``[M, K]`` and ``[M, N]``. Rows after the last group may hold NaN.
-      unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None if
-        it can.
-      is_kernel: whether it supports what kernels do: 16-bit dtypes, K and N multiples of 64.
-    """
-
-    name: str
-    product: Callable[..., jax.Array]
-    weight_gradient: Callable[..., jax.Array]
-    unavailable: Callable[[str, float | None], str | None] = runs_anywhere
-    is_kernel: bool = True
-
-    def obstacle(self, target: Target, x: jax.Array, w: jax.Array) -> str | None:
-        """Why it cannot run, or None if it can."""
-        reason = self.unavailable(*target)
-        if reason is not None or not self.is_kernel:
-            return reason
-        if x.dtype not in _KERNEL_DTYPES:
-            return f"x is {x.dtype}; it supports bfloat16 and float16; use None or 'xla'"
-        for name, dim in zip("KN", w.shape[1:], strict=True):
-            if dim % LANES or not dim:
-                return f"{name} is {dim}; it supports multiples of {LANES}; use None or 'xla'"
-        return None
-
+from pallas_kernels.choice import NAMES, SlowerKernelsWarning
+from pallas_kernels.device import target_of
+from pallas_kernels.grouped_products import GroupedProducts
 
 XLA = GroupedProducts("xla", grouped_xla.product, grouped_xla.weight_gradient, is_kernel=False)
 
@@ -78,7 +37,8 @@ def grouped_matmul(
       w: ``[G, K, N]``, dtype of ``x``. Kernels support multiples of 64 for K and N.
       group_sizes: int32 ``[G]``, rows of each group, 0 or more. The sum is at most M. Traced values
         are not checked: rows past the last one are left out.
-      implementation: "xla"; None chooses.
+      implementation: "mosaic_sm90" (Hopper), "mosaic_sm80" (Ampere and newer) or "xla"; None uses
+        the first of them that supports the device and the arrays.
 
     Returns:
       ``[M, N]`` in the dtype of ``x``, summed in float32. Rows after the last group are 0; what
@@ -136,8 +96,17 @@ def _choose(implementation: str | None, x: jax.Array, w: jax.Array) -> GroupedPr
     target = target_of(x)
     if implementation is None:
         names = NAMES if target.platform == "gpu" else ("xla",)
-        candidates = map(_named, names)
-        return next(each for each in candidates if each.obstacle(target, x, w) is None)
+        candidates = [_named(name) for name in names]
+        chosen = next(each for each in candidates if each.obstacle(target, x, w) is None)
+        if chosen is XLA and (target.compute_capability or 0) >= 8.0:
+            absent = _named("mosaic_sm80").unavailable(*target)
+            if absent is not None:
+                warnings.warn(
+                    f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
+                    SlowerKernelsWarning,
+                    stacklevel=3,
+                )
+        return chosen
     if implementation not in NAMES:
         names = ", ".join(map(repr, NAMES))
         raise ValueError(f"implementation is {implementation!r}: use None or one of {names}")
@@ -148,8 +117,15 @@ def _choose(implementation: str | None, x: jax.Array, w: jax.Array) -> GroupedPr
 
 
 def _named(name: str) -> GroupedProducts:
-    """An implementation by its name."""
-    assert name in NAMES
+    """An implementation by its name. Importing kernels takes most of a second, so it is late."""
+    if name == "mosaic_sm90":
+        from pallas_kernels.mosaic.sm90.grouped import GROUPED_SM90
+
+        return GROUPED_SM90
+    if name == "mosaic_sm80":
+        from pallas_kernels.mosaic.sm80.grouped import GROUPED_SM80
+
+        return GROUPED_SM80
     return XLA
 
 

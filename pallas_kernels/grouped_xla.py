@@ -19,7 +19,7 @@ _BLOCK = 128
 
 
 def product(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """``[M, N]``, see :class:`pallas_kernels.grouped.GroupedProducts`."""
+    """``[M, N]``, see :class:`pallas_kernels.grouped_products.GroupedProducts`."""
     rows = x.shape[0]
     out = jnp.zeros((rows, w.shape[1 if transposed else 2]), x.dtype)
     tiles, block = _tiles(group_sizes, rows)
@@ -36,7 +36,7 @@ def product(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transposed: b
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """``[G, K, N]``, see :class:`pallas_kernels.grouped.GroupedProducts`."""
+    """``[G, K, N]``, see :class:`pallas_kernels.grouped_products.GroupedProducts`."""
     rows, groups = x.shape[0], group_sizes.shape[0]
     tiles, block = _tiles(group_sizes, rows)
     out = jnp.zeros((groups, x.shape[1], dy.shape[1]), _wide(x))
@@ -60,10 +60,9 @@ def _tiles(group_sizes: jax.Array, rows: int) -> tuple[GroupTiles, int]:
 
 def _rows(tiles: GroupTiles, tile: Any, rows: int, block: int) -> tuple[Any, jax.Array]:
     """First row of a slice that holds a tile, and which of the slice's rows are the tile's."""
-    wanted = tiles.first[tile]
-    first = jnp.minimum(wanted, rows - block)
+    first = jnp.minimum(tiles.first[tile], rows - block)
     row = first + lax.iota(jnp.int32, block)
-    return first, ((row >= wanted) & (row < wanted + tiles.size[tile]))[:, None]
+    return first, ((row >= tiles.begin[tile]) & (row < tiles.end[tile]))[:, None]
 
 
 def _block(x: jax.Array, first: Any, block: int) -> jax.Array:
@@ -86,5 +85,5 @@ def _for_each_tile(tiles: GroupTiles, groups: int, one_tile: Any, out: Any, give
     """Updates ``out`` by all tiles of groups; its other rows remain."""
     if not out.size or not tiles.group.size:
         return out
-    count = ((tiles.size > 0) & (tiles.group < groups)).sum(dtype=jnp.int32)
+    count = ((tiles.end > tiles.begin) & (tiles.group < groups)).sum(dtype=jnp.int32)
     return lax.fori_loop(jnp.int32(0), count, one_tile, vary(out, varying_axes(given)))

@@ -7,10 +7,11 @@ import itertools
 import compiled_programs as compiled
 import jax.numpy as jnp
 import pytest
-from compiled_calls import compile_call
+from compiled_calls import compile_call, compile_grouped
 
 from pallas_kernels import mosaic_sm90
 from pallas_kernels.mosaic.sm90 import configs
+from pallas_kernels.mosaic.sm90 import grouped as grouped_sm90
 from pallas_kernels.mosaic.sm90.configs import (
     SHARED_MEMORY,
     MosaicConfig,
@@ -23,12 +24,16 @@ pytestmark = pytest.mark.cuda_compiler
 hopper_kernels = pytest.mark.hopper_kernels
 
 
-def compile_one(half, dim, value_dim=None, config=None, deterministic=False, **options):
+def compile_one(
+    half, dim, value_dim=None, config=None, deterministic=False, grouped=False, **options
+):
     """Compiles one call of a kernel; ``config``: None is the one that ships.
 
     There are more work tiles than an H100 has SMs: each CTA loops over several, which takes
     registers.
     """
+    if grouped:
+        return compile_grouped(grouped_sm90, "h100", half)
     configs = {} if config is None else {f"{half}_config": config}
     local = mosaic_sm90(**configs, deterministic=deterministic)
     return compile_call(local, "h100", half, dim, value_dim, **options)
@@ -147,6 +152,15 @@ def test_kernels_without_a_producer_warpgroup(monkeypatch, report, half, dim, op
     stack = SHARED_STACK.get((half, dim, call_id(options)), 0)
     assert seen.stack <= stack, seen
     assert seen.spills <= 4 * stack, seen
+    assert not seen.serialized
+
+
+@pytest.mark.parametrize("name", ["product", "gradient"])
+def test_grouped_products_fit_in_the_registers(report, name):
+    """With any JAX: 8 bytes of stack where registers do not move to the consumers."""
+    seen = report(name, None, grouped=True)
+    assert len(seen.kernels) == 1
+    assert seen.stack <= 8
     assert not seen.serialized
 
 

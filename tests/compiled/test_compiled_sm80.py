@@ -20,6 +20,7 @@ SPILLS = (
     ("backward", (128,), FRESH | {"deterministic": True}, 272),
     ("backward", (192, 128), FRESH, 0),
 )
+GROUPED = ("product", "transposed", "gradient")
 
 
 @pytest.mark.cuda_compiler
@@ -32,9 +33,17 @@ def test_registers():
         "    print('====', flush=True)\n"
         "    local = mosaic_sm80(deterministic=options.pop('deterministic', False))\n"
         "    compile_call(local, 'a100', half, *dims, shape=(1, 4, 2), **options)\n"
+        "from compiled_calls import compile_grouped\n"
+        "from pallas_kernels.mosaic.sm80 import grouped\n"
+        f"for name in {GROUPED}:\n"
+        "    print('====', flush=True)\n"
+        "    compile_grouped(grouped, 'a100', name)\n"
     )
     reports = printed.split("====\n")[1:]
-    for (half, *call, spilled), report in zip(SPILLS, reports, strict=True):
+    for name, report in zip(GROUPED, reports[len(SPILLS) :], strict=True):
+        assert "'sm_80'" in report
+        assert compiled.ptxas(report).spills == 0, name
+    for (half, *call, spilled), report in zip(SPILLS, reports[: len(SPILLS)], strict=True):
         assert "'sm_80'" in report
         seen = compiled.ptxas(report)
         assert seen.kernels == {f"burst_{half}"}

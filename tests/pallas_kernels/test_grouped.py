@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import grouped_cases
 import jax
@@ -12,7 +13,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import SlowerKernelsWarning, grouped
+from pallas_kernels.device import Target
 from pallas_kernels.grouped import grouped_matmul
+from pallas_kernels.mosaic.sm80 import implementation
 
 X, W, SIZES = jnp.ones((6, 4)), jnp.ones((3, 4, 5)), jnp.asarray([2, 0, 3])
 
@@ -56,7 +60,7 @@ def test_inside_shard_map_scan_and_remat():
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     cases = [grouped_cases.make(name, 8, 8, "float32", rows=320) for name in ("ragged", "many")]
     x = jnp.stack([case.x for case in cases])
-    sizes = jnp.stack([jnp.resize(case.sizes, 4) // 2 for case in cases])
+    sizes = jnp.stack([jnp.resize(case.sizes, (4,)) // 2 for case in cases])
     w = cases[0].w[:4]
 
     def layers(x, w, sizes):
@@ -92,12 +96,61 @@ def test_no_copy_of_the_rows_per_group():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 128), (64, 128, 128))]
     compiled = jax.jit(gradients).lower(*shapes, jax.ShapeDtypeStruct((64,), jnp.int32)).compile()
     # The sums of dw, and less than as much again; x per group would be 67 MB.
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 64 * 128 * 128 * 4
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * 64 * 128 * 128 * 4
 
 
 def test_traced_sizes_past_the_last_row_are_left_out():
     got = jax.jit(grouped_matmul)(X, W, jnp.asarray([4, -1, 5]))
     np.testing.assert_array_equal(got, 4 * np.ones((6, 5)))
+
+
+HOPPER, AMPERE = Target("gpu", 9.0), Target("gpu", 8.0)
+BF16 = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((2, 64, 128), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("target", "arrays", "name"),
+    [
+        (HOPPER, BF16, "mosaic_sm90"),
+        (AMPERE, BF16, "mosaic_sm80"),
+        (Target("gpu", 7.5), BF16, "xla"),
+        (HOPPER, (X, W), "xla"),
+    ],
+)
+def test_choice(monkeypatch, target, arrays, name):
+    monkeypatch.setattr(grouped, "target_of", lambda x: target)
+    monkeypatch.setattr(implementation, "compiles_for", lambda: (8, 0))
+    assert grouped._choose(None, *arrays).name == name
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_warning(monkeypatch):
+    monkeypatch.setattr(grouped, "target_of", lambda x: AMPERE)
+    monkeypatch.setattr(implementation, "compiles_for", lambda: (9, 0))
+    with pytest.warns(SlowerKernelsWarning, match="takes 'xla' here, and not 'mosaic_sm80': the"):
+        assert grouped._choose(None, *BF16).name == "xla"
+
+
+@pytest.mark.parametrize(
+    ("target", "arrays", "message"),
+    [
+        (Target("cpu", None), BF16, "it needs compute capability 9.0"),
+        (HOPPER, (X, W), "x is float32; it supports bfloat16 and float16; use None or 'xla'"),
+        (
+            HOPPER,
+            (BF16[0][:, :24], BF16[1][:, :24]),
+            "K is 24; it supports multiples of 64; use None or 'xla'",
+        ),
+        (HOPPER, (BF16[0], BF16[1][:, :, :40]), "N is 40; it supports multiples of 64"),
+    ],
+    ids=["cpu", "dtype", "K", "N"],
+)
+def test_unsupported(monkeypatch, target, arrays, message):
+    monkeypatch.setattr(grouped, "target_of", lambda x: target)
+    message = f"implementation 'mosaic_sm90' cannot run: {message}"
+    x, w = arrays
+    with pytest.raises(NotImplementedError, match=message):
+        grouped_matmul(x, w, jnp.zeros(len(w), int), implementation="mosaic_sm90")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +181,7 @@ def test_traced_sizes_past_the_last_row_are_left_out():
         ({"group_sizes": SIZES * 2}, "group_sizes add up to 10, x has 6 rows: pass all rows"),
         (
             {"implementation": "cuda"},
-            "implementation is 'cuda': use None or one of 'xla'",
+            "implementation is 'cuda': use None or one of 'mosaic_sm90', 'mosaic_sm80', 'xla'",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

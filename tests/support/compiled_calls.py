@@ -43,6 +43,27 @@ def run_for_ampere(code):
     return done.stdout
 
 
+def compile_grouped(kernels, gpu, name, columns=768):
+    """Compiles a grouped matrix product of 8 groups: "product", "transposed" or "gradient"."""
+    mesh = compiled.gpu_mesh(gpu, 1)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    rows, weights = array(4096, 2048), array(8, 2048, columns)
+    if name == "transposed":
+        weights = array(8, columns, 2048)
+    sides = (rows, array(4096, columns)) if name == "gradient" else (rows, weights)
+
+    def run(left, right, sizes):
+        if name == "gradient":
+            return kernels.weight_gradient(left, right, sizes)
+        return kernels.product(left, right, sizes, transposed=name == "transposed")
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    return compiled.compile_for(run, *sides, array(8, dtype=jnp.int32))
+
+
 def added(score, batch, head, q_position, kv_position):
     """A ``score_mod`` that only adds to the scores."""
     del batch, head

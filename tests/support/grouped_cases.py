@@ -47,9 +47,9 @@ def make(name, k, n, dtype, rows=None):
         out[part] = x[part].astype(float) @ w[group]
         dx[part] = dy[part].astype(float) @ w[group].T
         dw[group] = x[part].astype(float).T @ dy[part]
-    given = [jnp.asarray(a, dtype) for a in (x, w, dy)]
-    given[0], given[2] = (a.at[first:].set(jnp.nan) for a in (given[0], given[2]))
-    return Case(*given[:2], jnp.asarray(sizes, jnp.int32), given[2], (out, dx, dw))
+    x, w, dy = (jnp.asarray(a, dtype) for a in (x, w, dy))
+    x, dy = (a.at[first:].set(jnp.nan) for a in (x, dy))
+    return Case(x, w, jnp.asarray(sizes, jnp.int32), dy, (out, dx, dw))
 
 
 def results(case, implementation=None):

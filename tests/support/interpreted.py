@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import callback, source_info_util
@@ -44,9 +45,10 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 )
 from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import fragments, tile_scheduler
+from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import instructions
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
@@ -247,11 +249,17 @@ def _start_product(*, token, thread, acc, a, b, source_info):
 
 
 @gpu_callbacks.fail_on_exception
-def _load_accumulator(*, token, thread, acc, wait_n, source_info):
+def _wait_for_products(*, token, thread, wait_n, source_info):
     del source_info
     started = _memory().started[thread]
     while wait_n is not None and len(started) > wait_n:
         started.popleft().finish(thread)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _load_accumulator(*, token, thread, acc, wait_n, source_info):
+    _wait_for_products(token=token, thread=thread, wait_n=wait_n, source_info=source_info)
     return token, _Place.of(acc, ()).read(thread)
 
 
@@ -332,8 +340,10 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         eqns = []
         for eqn in jaxpr.eqns:
             if eqn.primitive is primitives.wgmma_wait_p:
-                raise NotImplementedError("wait for products by reading an accumulator")
-            if eqn.primitive is primitives.wgmma_accumulator_store_p:
+                # Otherwise ignored.
+                params = {"products": eqn.params["n"]}
+                eqn = eqn.replace(primitive=primitives.wait_smem_to_gmem_p, params=params)
+            elif eqn.primitive is primitives.wgmma_accumulator_store_p:
                 # Handled as any other store.
                 whole = {"tree": jax.tree.structure(())}
                 eqn = eqn.replace(primitive=state_primitives.swap_p, params=whole)
@@ -357,6 +367,11 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if not isinstance(eqn.invars[1].aval, state_types.AbstractRef):
             operands["a"] = values[1]
         return _call(self, eqn, _start_product, token, **operands), []
+
+    def _interpret_wait_smem_to_gmem_p(self, eqn, token, *args, **kwargs):
+        if "products" not in eqn.params:
+            return super()._interpret_wait_smem_to_gmem_p(eqn, token, *args, **kwargs)
+        return _call(self, eqn, _wait_for_products, token, wait_n=eqn.params["products"]), []
 
     def _interpret_wgmma_accumulator_deref_p(self, eqn, token, get_invals):
         load = functools.partial(_load_accumulator, wait_n=eqn.params["wait_n"])
@@ -431,6 +446,15 @@ def _add_in_register_order(target, staging, x, tile):
     plgpu.copy_smem_to_gmem(staging, target, predicate=tile >= 0, reduction_op="add")
 
 
+def _store_rows(source, target, begin, end):
+    """Row by row."""
+    begin, end = (jnp.clip(row, 0, source.shape[0]) for row in (begin, end))
+
+    @pl.loop(begin, end)
+    def _(row):
+        target[row] = source[row]
+
+
 _compiling = threading.Lock()
 
 
@@ -454,6 +478,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
     with (
         mock.patch.object(_Impatient, "patience", patience),
         mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
+        mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
         mock.patch.object(shared_memory, "Barrier", _Barrier),

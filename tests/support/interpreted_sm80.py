@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import launch, scores
+from pallas_kernels.mosaic import launch, scores, transfers
 from pallas_kernels.mosaic.sm80 import instructions, online_softmax, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
@@ -100,12 +100,23 @@ _INSTRUCTIONS = {
 }
 
 
-def _copy_rows(source: Any, target: Any, first: Any) -> None:
-    """Zeros where the source ends."""
+def _copy_rows(source: Any, target: Any, first: Any, count: Any = None) -> None:
+    """Zeros where the source ends, or after so many rows."""
     rows, length = target.shape[0], source.shape[0]
     index = first + jnp.arange(rows, dtype=jnp.int32)
-    exists = (index < length).reshape(-1, *[1] * (len(target.shape) - 1))
+    exists = (index < (length if count is None else first + count)).reshape(
+        -1, *[1] * (len(target.shape) - 1)
+    )
     target[...] = jnp.where(exists, source[...][jnp.minimum(index, length - 1)], 0)
+
+
+def _store_rows(source: Any, target: Any, begin: Any, end: Any) -> None:
+    """Row by row, as rows after the last need not exist."""
+    begin, end = (jnp.clip(row, 0, source.shape[0]) for row in (begin, end))
+
+    @pl.loop(begin, end)
+    def _(row):
+        target[row] = source[row]
 
 
 def _copy_numbers(sources: Any, targets: Any, first: Any) -> None:
@@ -235,6 +246,7 @@ def interpreted(without_barrier: int | None = None, *, detect_races: bool = True
     with contextlib.ExitStack() as stack:
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
+        stack.enter_context(mock.patch.object(transfers, "store_rows", _store_rows))
         for name, replacement in _WARP_OPERATIONS.items():
             stack.enter_context(mock.patch.object(warp_operations, name, replacement))
         stack.enter_context(mock.patch.object(online_softmax, "rescale_rows", _rescale_rows))

@@ -108,6 +108,34 @@ class BackwardConfig:
         return self.block_q // BACKWARD_WARPGROUPS, head_dim
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """How the kernel for grouped matrix products, of one warpgroup, is tiled.
+
+    Attributes:
+      block_m: rows of the result per CTA.
+      block_n: columns per CTA.
+      stages: pipeline stages.
+      depth: elements of the contracted axis per stage.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    depth: int = 32
+
+
+def grouped_config(rows: int, columns: int) -> GroupedConfig:
+    """The shipped config of grouped matrix products: an A100's SM holds two CTAs.
+
+    Args:
+      rows: multiple of the tiles' rows.
+      columns: multiple of the tiles' columns.
+    """
+    block_m, block_n = (64 if size % 128 else 128 for size in (rows, columns))
+    return GroupedConfig(block_m, block_n, 4)
+
+
 def shared_memory_of(compute_capability: float) -> int:
     """Maximum shared memory of one CTA, in bytes, that the kernels may use."""
     return SMALL_SHARED_MEMORY if compute_capability in _SMALL else SHARED_MEMORY

@@ -60,7 +60,7 @@ def mosaic_sm80(
         unsupported=functools.partial(unsupported_inputs, most=WIDEST_HEAD_DIM),
         backward_unsupported=functools.partial(_backward_unsupported, **backward_options),
         unsupported_functions=_unsupported_functions,
-        unavailable=_needs_ampere,
+        unavailable=needs_ampere,
         deterministic=deterministic,
         deterministic_variant=None if deterministic else mosaic_sm80(*tiles, True, shared_memory),
     )
@@ -91,7 +91,8 @@ def _unsupported_functions(
     return unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
 
 
-def _needs_ampere(platform: str, compute_capability: float | None) -> str | None:
+def needs_ampere(platform: str, compute_capability: float | None) -> str | None:
+    """Why kernels for Ampere cannot run there, or None if they can."""
     if platform != "gpu" or compute_capability is None or compute_capability < 8.0:
         what = "compute capability 8.0 (Ampere) or newer"
         return needs_gpu(what, platform, compute_capability)

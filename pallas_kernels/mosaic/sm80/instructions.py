@@ -19,15 +19,14 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import (
     FragmentedArray,
     WGStridedFragLayout,
-    tiled_copy_smem_gmem_layout,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.sm80.configs import WARPS
+from pallas_kernels.mosaic.transfers import global_pointer, matrix_transfers, matrix_transforms
 
 # Threads that share a row of an accumulator, if all warps are along the rows.
 _THREADS_OF_ROW = 4
@@ -77,9 +76,7 @@ class Fragments(NamedTuple):
 
 def tiled_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Swizzled shared memory for 16-bit matrices, which ldmatrix reads without bank conflicts."""
-    lanes = swizzle_lanes(shape[-1], 2)
-    transforms = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * 2)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=matrix_transforms(shape[-1], 2))
 
 
 def copy(source: Any, target: Any) -> None:
@@ -91,43 +88,20 @@ def copy(source: Any, target: Any) -> None:
       source: 16-bit ``[rows, lanes]``, or a float32 vector.
       target: the same shape; a matrix is :func:`tiled_memory`.
     """
-    if len(target.shape) == 1:
-        transforms = ()
-    else:
-        lanes = swizzle_lanes(target.shape[1], 2)
-        transforms = plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(lanes * 2)
+    transforms = () if len(target.shape) == 1 else matrix_transforms(target.shape[1], 2)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms)))
     def start(_, source, target):
-        transfers = _matrix_transfers if transforms else _vector_transfers
-        for to, given, size in transfers(source, target):
+        transfers = matrix_transfers if transforms else _vector_transfers
+        for to, given, _, size in transfers(source, target):
             kind = nvvm.LoadCacheModifierKind.CG if size == 16 else nvvm.LoadCacheModifierKind.CA
             nvvm.cp_async_shared_global(to, given, size, kind)
 
     start(source, target)
 
 
-def _matrix_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, int]]:
-    """A thread's part of a copy of a 16-bit matrix: (target, source, bytes) of each instruction."""
-    given, i32 = ir.MemRefType(source.type), ir.IntegerType.get_signless(32)
-    tile_rows, tile_columns, _, width = ir.MemRefType(target.type).shape
-    strides = given.get_strides_and_offset()[0]
-    layout = tiled_copy_smem_gmem_layout(tile_rows, tile_columns, 2 * width, 16)
-    steps = [utils.c(x, i32) for x in layout.tiling.tile_strides(tuple(strides))[2:]]
-    places = layout.lane_indices(), layout.warp_indices()
-    offset = arith.addi(*(utils.dyn_dot(place, steps) for place in places))
-    base = utils.getelementptr(global_pointer(source), [offset], given.element_type)
-    transfers = FragmentedArray.transfer_tiled(
-        target, 2 * width, layout, tuple(given.shape), optimized=False
-    )
-    for _, _, index_of, to in transfers:
-        distance = sum(i * stride for i, stride in zip(index_of(), strides, strict=True))
-        address = utils.getelementptr(base, [distance], given.element_type)
-        yield to, address, 2 * layout.vector_length
-
-
-def _vector_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, int]]:
-    """The same for a float32 vector."""
+def _vector_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, None, int]]:
+    """Like :func:`matrix_transfers`, for a float32 vector."""
     layout = WGStridedFragLayout.from_shaped_type(target.type)
     assert layout is not None
     f32 = ir.F32Type.get()
@@ -137,12 +111,7 @@ def _vector_transfers(source: Any, target: Any) -> Iterator[tuple[Any, Any, int]
             utils.getelementptr(base, [index], f32)
             for base in (utils.memref_ptr(target), global_pointer(source))
         )
-        yield to, given, layout.vec_size * 4
-
-
-def global_pointer(ref: Any) -> Any:
-    """A pointer to an array in global memory."""
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+        yield to, given, None, layout.vec_size * 4
 
 
 @plgpu.inline_mgpu()

@@ -41,14 +41,15 @@ _CHUNK, _CHUNK_ELEMENTS = 16, 8
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def copy_matrix(source: Any, target: Any, first: Any) -> None:
+def copy_matrix(source: Any, target: Any, first: Any, count: Any = None) -> None:
     """Starts cp.async copies of neighboring rows; each warp copies a fourth of them.
 
     Args:
       source: 16-bit ``[length, lanes]`` in global memory, rows any distance apart.
       target: ``[rows, lanes]`` in swizzled shared memory (:func:`instructions.tiled_memory`).
-      first: int32 scalar, the first row, a multiple of ``rows``. Rows that the source does not have
-        become 0.
+      first: int32 scalar, the first row, a multiple of ``rows`` unless there is a ``count``.
+      count: int32 scalar, number of rows from the first one on; others become 0. None: all that the
+        source has.
     """
     rows, lanes = target.shape
     length = source.shape[0]
@@ -83,7 +84,7 @@ def copy_matrix(source: Any, target: Any, first: Any) -> None:
             targets.append(_offset(target, place))
         for repeat in range(own_rows // rows_at_once):
             index = arith.addi(arith.addi(first, row), _i32(repeat * rows_at_once))
-            size = _size(index, valid, _CHUNK) if length % rows else None
+            size = None if count is None and not length % rows else _size(index, valid, _CHUNK)
             octet = repeat // period * max(8, rows_at_once) // 8
             for tile in range(lanes // width):
                 _copy_async(
@@ -96,7 +97,8 @@ def copy_matrix(source: Any, target: Any, first: Any) -> None:
                     size,
                 )
 
-    copy(source.at[pl.ds(first, rows)], target, i32(length) - first)
+    valid = i32(length) - first if count is None else count
+    copy(source.at[pl.ds(first, rows)], target, valid)
 
 
 def copy_numbers(sources: tuple[Any, Any], targets: tuple[Any, Any], first: Any) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.spec import Tiles
 
@@ -97,6 +98,26 @@ class MosaicConfig:
         return Tiles(self.block_q * self.cluster, self.block_kv)
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """How the kernel for grouped matrix products is tiled.
+
+    Attributes:
+      block_m: rows of the result per tile, 64 for each consumer warpgroup.
+      block_n: columns per tile.
+      stages: pipeline stages, of 64 elements along the contracted axis.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return self.block_m // WARPGROUP_ROWS
+
+
 def moves_registers() -> bool:
     """Whether a producer warpgroup's registers go to the consumers with the installed JAX."""
     return jax.__version_info__ < EQUAL_REGISTERS_SINCE
@@ -174,6 +195,20 @@ def backward_is_persistent(head_dim: int, masks_by_arrays: bool, needs_registers
     and none with a soft cap, a bias, dropout or a user function (``needs_registers``).
     """
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
+
+
+def grouped_config(row_tiles: int, columns: int) -> GroupedConfig:
+    """The shipped config of grouped matrix products: the widest tiles that occupy all SMs.
+
+    Args:
+      row_tiles: number of tiles along the rows.
+      columns: columns of the result.
+    """
+    widths = {256: 4, 128: 6, 64: 8}
+    fitting = [n for n in widths if n <= columns]
+    full = [n for n in fitting if row_tiles * -(-columns // n) >= num_sms()]
+    block_n = (full or fitting[-1:])[0]
+    return GroupedConfig(128, block_n, widths[block_n])
 
 
 def float32_lanes(value_dim: int) -> int:

@@ -56,7 +56,7 @@ def mosaic_sm90(
         unsupported_functions=functools.partial(
             _unsupported_functions, deterministic=deterministic
         ),
-        unavailable=_needs_hopper,
+        unavailable=needs_hopper,
         deterministic=deterministic,
         deterministic_variant=None if deterministic else mosaic_sm90(*configs, True),
     )
@@ -101,7 +101,8 @@ def _unsupported_functions(
     return None
 
 
-def _needs_hopper(platform: str, compute_capability: float | None) -> str | None:
+def needs_hopper(platform: str, compute_capability: float | None) -> str | None:
+    """Why kernels for Hopper cannot run there, or None if they can."""
     if platform != "gpu" or compute_capability != 9.0:
         return needs_gpu("compute capability 9.0 (Hopper)", platform, compute_capability)
     return None

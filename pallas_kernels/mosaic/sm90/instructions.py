@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_kernels.mosaic.fragments import swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS
 from pallas_kernels.mosaic.sm90.configs import REGISTERS
+from pallas_kernels.mosaic.transfers import matrix_transforms
 
 # A tile of scores in a warpgroup's registers, and vectors along its rows and its columns.
 TILE = plgpu.Layout.WGMMA
@@ -60,12 +60,6 @@ def specialize_warpgroups(
     def _():
         plgpu.set_max_registers(consumer_registers, action="increase")
         consume(warpgroup)
-
-
-def matrix_transforms(lanes: int, itemsize: int) -> tuple[Any, Any]:
-    """How wgmma and TMA read a matrix in shared memory, ``lanes`` at a time: in swizzled tiles."""
-    step = swizzle_lanes(lanes, itemsize)
-    return plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(step * itemsize)
 
 
 def add_in_register_order(target: Any, staging: Any, x: jax.Array, tile: Any) -> None:

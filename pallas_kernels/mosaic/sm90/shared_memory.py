@@ -26,8 +26,8 @@ from pallas_kernels.mosaic.sm90.configs import (
     float32_lanes,
     result_lanes,
 )
-from pallas_kernels.mosaic.sm90.instructions import matrix_transforms
 from pallas_kernels.mosaic.tile_scheduler import SLOTS
+from pallas_kernels.mosaic.transfers import matrix_transforms
 
 
 class ForwardMemory(NamedTuple):

@@ -1,0 +1,61 @@
+"""The kernels of grouped matrix products on a CPU, interpreted, against float64."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import grouped_cases
+import interpreted
+import interpreted_sm80
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped
+from pallas_kernels.grouped_products import GroupedProducts
+from pallas_kernels.mosaic.sm80 import grouped as sm80
+from pallas_kernels.mosaic.sm80.configs import GroupedConfig as Sm80Config
+from pallas_kernels.mosaic.sm90 import grouped as sm90
+from pallas_kernels.mosaic.sm90.configs import GroupedConfig as Sm90Config
+
+FAMILIES = {"sm80": (sm80, interpreted_sm80), "sm90": (sm90, interpreted)}
+# [name, K, N, dtype]; tiles have 128 rows and 64 columns. Sm90's work tiles are shared by two CTAs.
+CASES = [
+    ("sm90", "ragged", 128, 64, "bfloat16", Sm90Config(128, 64, 2)),
+    ("sm90", "one", 64, 192, "float16", Sm90Config(128, 128, 3)),
+    ("sm90", "large", 64, 64, "bfloat16", Sm90Config(128, 64, 3)),
+    ("sm90", "many", 64, 64, "bfloat16", Sm90Config(128, 64, 2)),
+    ("sm90", "empty", 64, 64, "bfloat16", Sm90Config(128, 64, 2)),
+    ("sm80", "ragged", 128, 64, "bfloat16", Sm80Config(64, 64, 3)),
+    ("sm80", "one", 64, 128, "float16", Sm80Config(64, 64, 3)),
+    ("sm80", "large", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
+    ("sm80", "many", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
+    ("sm80", "empty", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
+]
+
+
+def run(family, case, config):
+    """Results of a family's interpreted kernels."""
+    kernels, interpreter = FAMILIES[family]
+    products = GroupedProducts(
+        "interpreted",
+        functools.partial(kernels.product, config=config),
+        functools.partial(kernels.weight_gradient, config=config),
+    )
+    with (
+        mock.patch.object(grouped, "_choose", return_value=products),
+        mock.patch.object(sm90, "num_sms", return_value=2),
+        interpreter.interpreted(),
+    ):
+        return jax.tree.map(np.asarray, grouped_cases.results(case))
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize(
+    ("family", "name", "k", "n", "dtype", "config"),
+    [pytest.param(*c, marks=() if c[1] == "ragged" else pytest.mark.slow) for c in CASES],
+)
+def test_as_exact_as_float64(family, name, k, n, dtype, config):
+    case = grouped_cases.make(name, k, n, dtype)
+    grouped_cases.check(case, run(family, case, config), 5e-3)
