@@ -17,7 +17,7 @@ SPILLS = (
     ("forward", (256,), FRESH | EVERYTHING, 0),
     ("backward", (64,), FRESH, 200),
     ("backward", (128,), CARRIED, 208),
-    ("backward", (128,), FRESH | {"deterministic": True}, 272),
+    ("backward", (128,), FRESH | {"deterministic": True}, 276),
     ("backward", (192, 128), FRESH, 0),
 )
 GROUPED = ("product", "transposed", "gradient")

@@ -122,8 +122,9 @@ def forward_bounds(
     config = config or _shipped_config(inputs, spec)
     block_mask = inputs.shared.block_mask
     # Only tiles with more queries than keys have consumers that can skip much. The CTAs of a
-    # cluster would still wait for each other.
+    # cluster would still wait for each other, and consumers that copy lack registers for it.
     skips = config.block_q > config.block_kv and config.cluster == 1 and block_mask is None
+    skips &= config.producer_warpgroup
     parts = config.block_q // WARPGROUP_ROWS if skips else 1
     return query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
 
