@@ -25,12 +25,12 @@ CASES = [
     ("sm90", "ragged", 128, 64, "bfloat16", Sm90Config(128, 64, 2)),
     ("sm90", "one", 64, 192, "float16", Sm90Config(128, 128, 3)),
     ("sm90", "large", 64, 64, "bfloat16", Sm90Config(128, 64, 3)),
-    ("sm90", "many", 64, 64, "bfloat16", Sm90Config(128, 64, 2)),
+    ("sm90", "several", 64, 64, "bfloat16", Sm90Config(128, 64, 2)),
     ("sm90", "empty", 64, 64, "bfloat16", Sm90Config(128, 64, 2)),
     ("sm80", "ragged", 128, 64, "bfloat16", Sm80Config(64, 64, 3)),
     ("sm80", "one", 64, 128, "float16", Sm80Config(64, 64, 3)),
     ("sm80", "large", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
-    ("sm80", "many", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
+    ("sm80", "several", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
     ("sm80", "empty", 64, 64, "bfloat16", Sm80Config(64, 64, 2)),
 ]
 

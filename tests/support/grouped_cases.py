@@ -18,6 +18,7 @@ SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "one": ((150,), 150),
     "large": ((3, 300, 0, 17), 320),
     "many": (tuple(np.random.default_rng(1).multinomial(300, np.ones(128) / 128).tolist()), 320),
+    "several": ((3, 0, 9, 1, 14, 2, 0, 7, 4), 44),  # In one tile.
     "empty": ((0, 0), 70),
 }
 
