@@ -136,10 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser, options = _parser()
     args = parser.parse_args(arguments)
     if args.documents is not None:
-        wrong, why = (
-            [*options.general, *options.of_attention, *options.of_training],
-            ("is not for --documents: leave it out"),
-        )
+        wrong, why = [x for each in options for x in each], "is not for --documents: leave it out"
         if args.model is not None:
             parser.error("--model is given with --documents: plan them one after the other")
     elif args.model is None:

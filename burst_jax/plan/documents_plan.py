@@ -160,10 +160,15 @@ def documents(
                 reason = f"length is {length}: it must be a multiple of {unit}"
                 left_out.append((f"ring of {n}, {layout}", reason))
                 continue
+            ids, positions = segment_ids, None
             if layout == "balanced":
                 placed = balance_batch(lengths, num_shards=n, tokens_per_shard=length // n)
                 layout = placed[0].layout
-            found.append(LayoutWork(n, layout, work_report(segment_ids, layout, n)))
+                ids, positions = (
+                    np.stack([getattr(each, name) for each in placed])
+                    for name in ("segment_ids", "positions")
+                )
+            found.append(LayoutWork(n, layout, work_report(ids, layout, n, positions=positions)))
         work += sorted(found, key=lambda each: -each.report.share_of_ideal)
     if not work:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
