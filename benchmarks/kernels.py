@@ -26,7 +26,6 @@ from benchmarks.truth import attention_and_gradients
 from burst_jax.attention.arguments import LocalArguments
 from burst_jax.attention.call import make_request
 from burst_jax.command_line import Unusable
-from burst_jax.parallel.target import compute_capability
 from burst_jax.ring.request import Request
 from pallas_kernels import (
     MOSAIC_SM80,
@@ -37,6 +36,7 @@ from pallas_kernels import (
     SharedInputs,
     resolve,
 )
+from pallas_kernels.device import compute_capability
 from pallas_kernels.timing import median_time, relative_error
 
 OURS = MOSAIC_SM90, MOSAIC_SM80

@@ -29,11 +29,11 @@ from burst_jax.attention.call import make_request
 from burst_jax.command_line import integer
 from burst_jax.layouts import balance
 from burst_jax.layouts.permutation import positions, zone_size
-from burst_jax.parallel.target import target_of
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.vjp import outputs_and_residuals, ring_backward, ring_forward, ring_inputs
 from pallas_kernels import AttentionInputs, KVSide, QuerySide
+from pallas_kernels.device import target_of
 from pallas_kernels.timing import median_time
 
 # XLA crashes in this pass (JAX 0.11) if kernels read slices of blocks that were never sent.

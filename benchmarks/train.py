@@ -29,8 +29,8 @@ from burst_jax.command_line import integer
 from burst_jax.layouts.permutation import check_length
 from burst_jax.models import DecoderConfig
 from burst_jax.models.remat import Remat
+from burst_jax.parallel.peak import peak_flops
 from burst_jax.parallel.rules import ShardingRules
-from burst_jax.parallel.target import peak_flops
 from burst_jax.training import (
     Optimizer,
     init_train_state,

@@ -42,8 +42,8 @@ from burst_jax.command_line import use_cpu_devices
 from burst_jax.data import TokenizerFile, gather_state
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
+from burst_jax.parallel.peak import peak_flops
 from burst_jax.parallel.processes import by_first_process
-from burst_jax.parallel.target import peak_flops
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import (
     CheckpointError,

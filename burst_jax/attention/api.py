@@ -31,10 +31,10 @@ from burst_jax.attention.shardings import (
 )
 from burst_jax.attention.validation import check_bool
 from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
-from burst_jax.parallel.target import Target, target_of
 from burst_jax.ring.request import Request
 from burst_jax.ring.vjp import attend_shard
 from pallas_kernels import AttentionInputs
+from pallas_kernels.device import Target, target_of
 
 Attention = jax.Array | tuple[jax.Array, jax.Array]
 

@@ -11,7 +11,7 @@ import subprocess
 import jax
 
 from burst_jax.jax_compat import backends_are_initialized, distributed_process_count
-from burst_jax.parallel.target import compute_capability, current_platform, listed_capability
+from pallas_kernels.device import compute_capability, current_platform, listed_capability
 
 # Compute capabilities of GPUs with NVLink.
 _NVLINK = (8.0, 9.0, 10.0, 10.3)

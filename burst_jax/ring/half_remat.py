@@ -31,7 +31,6 @@ import numpy as np
 from jax import lax
 
 from burst_jax.layouts.permutation import stripe_size
-from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.local import with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Route, scores_per_step
@@ -44,6 +43,7 @@ from burst_jax.ring.vjp import (
     ring_inputs,
 )
 from pallas_kernels import AttentionInputs
+from pallas_kernels.device import Target, current_target
 from pallas_kernels.inputs import Carry
 
 

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.parallel.target import Target
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.schedule import Part
 from pallas_kernels import AttentionInputs, AttentionSpec, Implementation, KVSide, resolve
 from pallas_kernels.backend import Dkv, DqAccumulator
+from pallas_kernels.device import Target
 from pallas_kernels.inputs import Carry, PerHead, Side
 
 

@@ -25,7 +25,7 @@ class Request:
 
     It is hashable, as part of the cache key of an eager call's compiled program. Platform and
     compute capability are not part of it, because one call may be traced for several
-    (:func:`burst_jax.parallel.target.current_target`).
+    (:func:`pallas_kernels.device.current_target`).
 
     Attributes:
       spec: mask, score and dropout.

@@ -12,7 +12,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.jax_compat import instantiated, primal_values
-from burst_jax.parallel.target import Target, current_target
 from burst_jax.ring.backward import backward
 from burst_jax.ring.derivatives import kernel_inputs, loop_results, reverse_mode_only
 from burst_jax.ring.forward import forward
@@ -23,6 +22,7 @@ from burst_jax.ring.schedule import count_hops
 from burst_jax.ring.ulysses import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, SharedInputs, vary, varying_axes
 from pallas_kernels.arrays import row_major
+from pallas_kernels.device import Target, current_target
 from pallas_kernels.inputs import Carry, PerHead
 from pallas_kernels.score import sink_gradient
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_jax.parallel.target import current_target
 from burst_jax.serving.cache import SlotMetadata
+from pallas_kernels.device import current_target
 from pallas_kernels.mosaic.sm80.decode import partial_attention, unsupported
 
 

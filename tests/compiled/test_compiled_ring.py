@@ -239,7 +239,7 @@ def test_the_gpu_is_known_before_tracing(gpu, capability):
     mesh, seen = compiled.gpu_mesh(gpu, 1), []
 
     def local(x):
-        from burst_jax.parallel.target import compute_capability, current_platform
+        from pallas_kernels.device import compute_capability, current_platform
 
         seen.append((current_platform(), compute_capability()))
         return x

@@ -15,7 +15,6 @@ import pytest
 from meshes import mesh_of
 
 import burst_jax
-from burst_jax.parallel.target import Target
 from burst_jax.ring import local as ring_local
 from burst_jax.ring import vjp
 from pallas_kernels import (
@@ -33,6 +32,7 @@ from pallas_kernels import (
     resolve,
     xla,
 )
+from pallas_kernels.device import Target
 from pallas_kernels.mosaic.sm80 import implementation as sm80
 
 

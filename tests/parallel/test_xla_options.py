@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import burst_jax
 from burst_jax.parallel import xla_options
-from burst_jax.parallel.target import peak_flops
+from burst_jax.parallel.peak import peak_flops
 
 MODE = "xla_gpu_collective_permute_mode"
 H200, GAMING = "NVIDIA H200", "NVIDIA GeForce RTX 4090"

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
-from burst_jax.parallel.target import listed_capability
 from pallas_kernels import mosaic_sm80
+from pallas_kernels.device import listed_capability
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 
 # What XLA schedules around kernels, and the memory, do not depend on them: most programs have the
