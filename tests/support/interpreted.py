@@ -29,6 +29,7 @@ import time
 from typing import Any, NamedTuple
 from unittest import mock
 
+import interpreted_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -327,22 +328,6 @@ def _fma(x, y, z):
     return (x * y + z).astype(np.float32)
 
 
-def _exp2_of_half(x, m, factor, half):
-    """Of rows 0 to 7 of every 16, or 8 to 15."""
-    of_half = (jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half)[:, None]
-    return jnp.where(of_half, jnp.exp2(jnp.where(of_half, x, 0) * factor - m[:, None]), x)
-
-
-# Of rows' sums a thread has a part. A warpgroup is one thread here.
-_ROW_HALVES = {
-    "_exp2_of_first": functools.partial(_exp2_of_half, half=0),
-    "_exp2_of_second": functools.partial(_exp2_of_half, half=1),
-    "_known_after": lambda m, acc: m,
-    "_add_parts": lambda total, x: total + x.sum(1) / row_halves.THREADS_OF_ROW,
-    "_sum_parts": lambda total: total * row_halves.THREADS_OF_ROW,
-}
-
-
 def _call(interpreter, eqn, function, token, results=_TOKEN, **kwargs):
     """Runs a callback in place of an equation."""
     run = functools.partial(function, source_info=eqn.source_info)
@@ -444,7 +429,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
         if name[0] == row_halves.__name__:
-            return token, [_ROW_HALVES[name[1]](*get_invals())]
+            return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         fetches = "_fetch", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
             f"{function} has no rule here"

@@ -80,7 +80,7 @@ def _exp2(x, m, factor, half):
     for index, register in enumerate(registers[:, half]):
         for column in range(2):
             score = math.fma(_element(register, column), factor.registers.item(), minus_m)
-            weight = llvm.inline_asm(
+            weight: Any = llvm.inline_asm(
                 f32, [score], "ex2.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False
             )
             register = vector.insert(
