@@ -30,7 +30,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
-from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig
+from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig, moves_registers
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.timing import median_time, relative_error
 
@@ -40,7 +40,7 @@ class Backend:
     """One implementation's search.
 
     Attributes:
-      config: type of each kernel's tile configs.
+      config: makes each kernel's tile configs.
       make: returns the implementation with ``forward_config`` or ``backward_config``.
       space: ``(kernel, head_dim, value_dim) -> candidates``.
       syntax: of a config on the command line.
@@ -72,13 +72,23 @@ def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
     return (x for x in configs if x.shared_memory(head_dim, value_dim) <= sm80.SHARED_MEMORY)
 
 
+def mosaic_config(*numbers: Any, **named: Any) -> MosaicConfig:
+    """A config, without a producer warpgroup if the installed JAX moves no registers."""
+    return MosaicConfig(*numbers, **named, producer_warpgroup=moves_registers())
+
+
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
-    """Candidates that fit in shared memory, forward together with the float32 o of a carry."""
-    dtype = jnp.bfloat16
+    """Candidates that fit in shared memory, forward together with the float32 o of a carry.
+
+    They have a producer warpgroup if the installed JAX moves registers between warpgroups.
+    """
+    dtype, producer = jnp.bfloat16, moves_registers()
     if kernel == "forward":
         tiles = itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4))
-        for cluster, numbers in itertools.product((1, 2), tiles):
-            config = MosaicConfig(*numbers, cluster=cluster)
+        # Consumers that start copies need a third stage of values, and no other CTA's consumers.
+        options = [{"cluster": n} for n in (1, 2)] if producer else [{}, {"v_stages": 3}]
+        for option, numbers in itertools.product(options, tiles):
+            config = mosaic_config(*numbers, **option)
             memory = ForwardMemory.of(
                 config, head_dim, dtype, out_dtype=dtype, has_carry=True, value_dim=value_dim
             )
@@ -87,9 +97,10 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
         return
     # Wider heads leave no registers for 128 queries.
     queries = (64, 128) if max(head_dim, value_dim) <= 64 else (64,)
-    for block_q, stages, do_stages in itertools.product(queries, (2, 3, 4), (None, 2, 3)):
+    counts = (2, 3, 4) if producer else (3, 4)
+    for block_q, stages, do_stages in itertools.product(queries, counts, (None, 2, 3)):
         if do_stages is None or do_stages < stages:
-            config = MosaicConfig(block_q, 128, stages, do_stages)
+            config = mosaic_config(block_q, 128, stages, do_stages)
             if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
                 yield config
 
@@ -108,7 +119,7 @@ BACKENDS = {
     # One kernel computes all gradients. It sums dQ in the order in which CTAs arrive, so results
     # differ from run to run, and from xla's, in the order of float32 sums only.
     "mosaic_sm90": Backend(
-        config={"forward": MosaicConfig, "backward": MosaicConfig},
+        config={"forward": mosaic_config, "backward": mosaic_config},
         make=mosaic_sm90,
         space=mosaic_space,
         syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
@@ -277,9 +288,11 @@ def main() -> None:
 def as_entry(config: Any) -> tuple:
     """A config's fields as in ``configs.py``, without those that are False or None.
 
-    A keyword-only field is text, "cluster=2", and is omitted if it has its default.
+    A keyword-only field is text, "cluster=2", and is omitted if it has its default. So is whether
+    there is a producer warpgroup: the installed JAX decides that.
     """
-    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    fields = [x for x in dataclasses.fields(config) if x.name != "producer_warpgroup"]
+    values = [(field, getattr(config, field.name)) for field in fields]
     given = [x for field, x in values if not field.kw_only and x is not None]
     named = [f"{f.name}={x}" for f, x in values if f.kw_only and x != f.default]
     return (*given, *named)

@@ -129,10 +129,12 @@ def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options
 
 
 # Without a producer warpgroup: bytes of stack, for what a work tile keeps over its loop. Steps read
-# of it what their copies need, while products run.
+# of it what their copies need, while products run; at head dim 64 only masked steps do.
 SHARED_STACK = {
     ("backward", 128, "causal"): 80, ("backward", 128, "deterministic"): 144,
-    ("backward", 64, "causal"): 144,
+    ("backward", 64, "causal"): 56,
+    # The assembler of older JAX, with which there is a producer warpgroup.
+    ("forward", 64, "causal"): 40 * configs.moves_registers(),
 }  # fmt: skip
 
 
@@ -140,7 +142,8 @@ SHARED_STACK = {
     ("half", "dim", "options"),
     [
         ("forward", 64, {}), ("forward", 128, FULL | FRESH), ("forward", 256, FULL),
-        ("backward", 64, {}), ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
+        ("backward", 64, {}), ("backward", 64, {"shape": (2, 16, 16)}),
+        ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
         ("backward", 128, {}), ("backward", 128, {"deterministic": True}),
     ],
     ids=call_id,

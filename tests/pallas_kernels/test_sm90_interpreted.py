@@ -99,7 +99,7 @@ RUNS = [
     *((name, KERNELS) for name in CASES if name not in (*WITHOUT, *LARGE_TILES, "shipped")),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
-    ("plain", SHARED_LARGE),
+    *((name, SHARED_LARGE) for name in LARGE_TILES),
     ("kv_bounds", LARGE_DETERMINISTIC),
     ("cap", SHARED_DETERMINISTIC),
     # The shipped tiles of that case are for three consumer warpgroups.

@@ -40,29 +40,39 @@ def test_spaces_hold_what_ships():
                 assert tune.as_entry(config) in entries(tune.mosaic_space(kernel, *dims))
 
 
-def test_the_mosaic_space_is_what_fits_of_the_whole():
+@pytest.fixture(params=[True, False], ids=["producer", "no-producer"])
+def producer(request, monkeypatch):
+    """Whether JAX moves registers from a producer warpgroup to the others."""
+    monkeypatch.setattr(mosaic_configs, "EQUAL_REGISTERS_SINCE", (99 if request.param else 0,))
+    return request.param
+
+
+def test_the_mosaic_space_is_what_fits_of_the_whole(producer):
+    option = "cluster=2" if producer else "v_stages=3"
     sizes = (128, 192), (64, 128, 192, 256), (2, 3, 4)
     assert entries(tune.mosaic_space("forward", 16, 16)) == {
-        (*config, *cluster)
-        for config in itertools.product(*sizes)
-        for cluster in ((), ("cluster=2",))
+        (*config, *options) for config in itertools.product(*sizes) for options in ((), (option,))
     }
-    stages = (2,), (3,), (4,), (3, 2), (4, 2), (4, 3)
+    stages = *([(2,)] * producer), (3,), (4,), (3, 2), (4, 2), (4, 3)
+    spaces = (tune.mosaic_space(kernel, 32, 32) for kernel in ("forward", "backward"))
+    assert {x.producer_warpgroup for x in itertools.chain(*spaces)} == {producer}
     whole = {(block_q, 128, *n) for block_q in (64, 128) for n in stages}
     assert entries(tune.mosaic_space("backward", 32, 32)) == whole
     large = entries(tune.mosaic_space("forward", 128, 128))
-    assert {(128, 128, 2), (128, 128, 2, "cluster=2")} <= large
+    assert {(128, 128, 2), (128, 64, 2, option)} <= large
     assert (128, 128, 3) not in large
     assert large < entries(tune.mosaic_space("forward", 128, 64))
     assert entries(tune.mosaic_space("backward", 128, 128)) < whole
 
 
-def test_entries_are_read_as_they_are_printed():
+def test_entries_are_read_as_they_are_printed(producer):
+    options: dict[str, Any] = {"cluster": 2} if producer else {"v_stages": 3}
+    options["producer_warpgroup"] = producer
     for name, kernel, config in (
         ("mosaic_sm80", "forward", sm80.ForwardConfig(64, 32)),
         ("mosaic_sm80", "backward", sm80.BackwardConfig(64, 64, stages=1)),
-        ("mosaic_sm90", "backward", MosaicConfig(64, 128, 3, 2)),
-        ("mosaic_sm90", "forward", MosaicConfig(128, 128, 2, cluster=2)),
+        ("mosaic_sm90", "backward", MosaicConfig(64, 128, 3, 2, producer_warpgroup=producer)),
+        ("mosaic_sm90", "forward", MosaicConfig(128, 128, 2, **options)),
     ):
         printed = ",".join(map(str, tune.as_entry(config)))
         assert tune.BACKENDS[name].parse(kernel, printed) == config
@@ -182,6 +192,7 @@ class TestSearch:
     )  # fmt: skip
     def test_it_prints_the_fastest_and_its_entry(self, given, printed, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["tune", *given.split()])
+        monkeypatch.setattr(mosaic_configs, "EQUAL_REGISTERS_SINCE", (99,))
         tune.main()
         out = capsys.readouterr().out
         assert all(text in out for text in printed)

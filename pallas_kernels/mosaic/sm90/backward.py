@@ -41,7 +41,7 @@ from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
 from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step
-from pallas_kernels.mosaic.sm90.backward_scores import Consumer
+from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -225,10 +225,12 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     lane = static.first_lane(warpgroup)
     masked_end = work.steps_before + work.iterator.masked * static.groups
 
-    def copy_ahead(masked, step):
-        if not static.config.producer_warpgroup:
-            producer = _producer(static, refs, warpgroup, work)
-            for operand in range(len(producer.operands)):
+    def copy_ahead(masked, step, early):
+        if static.config.producer_warpgroup:
+            return
+        producer = _producer(static, refs, warpgroup, work)
+        for operand, is_early in enumerate((False, static.copies_do_early)):
+            if is_early == early:
                 producer.advance(operand, step - work.steps_before, masked)
 
     masked_step, full_step = (
@@ -269,7 +271,8 @@ def _producer(
 ) -> Producer:
     """Starts the same copies in the consumer warpgroups: queries in the first, dO in the last.
 
-    While a step's last products run, a consumer has read what the step before needed.
+    While a step's last products run, a consumer has read what the step before needed. The copies of
+    dO start before where :attr:`BackwardStatic.copies_do_early`.
     """
 
     def copy(start, step, masked):
@@ -277,11 +280,25 @@ def _producer(
         at = work._replace(iterator=work.iterator.recompute())
         start(static, refs, at, step, _tile_and_head(static, at, step, masked))
 
+    def copy_do(step, masked):
+        if not static.do_follows_queries:
+            copy(_copy_do, step, masked)
+            return
+        stage = lax.rem(work.steps_before + step, i32(static.stages))
+        tile_and_head = read_tile_and_head(static, refs.memory.scratch, stage)
+        _copy_do(static, refs, work, step, tile_and_head)
+
     def copy_once():
         pl.when(warpgroup == 0)(lambda: _copy_keys_and_values(static, refs, work))
 
-    queries = Copies(functools.partial(copy, _copy_queries), static.stages - 1, 0)
-    do = Copies(functools.partial(copy, _copy_do), static.do_stages - 1, static.consumers - 1)
+    first = functools.partial(copy, masked=True)
+    queries = Copies(
+        functools.partial(first, _copy_queries), functools.partial(copy, _copy_queries),
+        static.stages - 1, 0,
+    )  # fmt: skip
+    do = Copies(
+        functools.partial(first, _copy_do), copy_do, static.do_stages - 1, static.consumers - 1
+    )
     return Producer(work, warpgroup, (queries, do), copy_once)
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.scores import RowValues, ScoreTile
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
+from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
 from pallas_kernels.mosaic.user_functions import by_column_chunks
@@ -122,6 +123,15 @@ class Consumer(NamedTuple):
     def do_stage(self, step: Any) -> Any:
         """The stage of a step's dO."""
         return lax.rem(step, i32(self.static.do_stages))
+
+
+def read_tile_and_head(static: BackwardStatic, scratch: Any, stage: Any) -> tuple[Any, Any]:
+    """The query tile and the head of the queries in a stage, which have arrived."""
+    q_tile, head = (
+        scratch[index].astype(jnp.int32)
+        for index in ScratchLayout.of(static.config).tile_and_head(stage)
+    )
+    return q_tile, head
 
 
 def tile_scores(

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.sm90.backward_scores import (
     StepTile,
     exponents,
     logit_gradients,
+    read_tile_and_head,
     score_gradients,
     tile_scores,
 )
@@ -94,26 +95,27 @@ class _StepData(NamedTuple):
         # that the tiles need.
         warpgroup = optimization_barrier(consumer.warpgroup)
         scratch = consumer.refs.memory.scratch
-        indices = ScratchLayout.of(static.config).tile_and_head(stage)
-        at = StepTile(warpgroup, *(scratch[index].astype(jnp.int32) for index in indices))
+        at = StepTile(warpgroup, *read_tile_and_head(static, scratch, stage))
         keys = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return cls(stage, do_stage, ds, earlier_ds, at, keys)
 
 
 def step(
-    consumer: Consumer, masked: bool, copy_ahead: Callable[[Any], None], step: Any, state: State
-) -> State:
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[Any, bool], None], step: Any,
+    state: State,
+) -> State:  # fmt: skip
     """One query tile of one head.
 
     Args:
       consumer: the keys.
       masked: whether any of the step's scores may be masked.
-      copy_ahead: called with the step while its last products run.
+      copy_ahead: ``(step, early)``: called while the step's first products run (``early``), and
+        again while its last ones do.
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
     refs, data = consumer.refs, _StepData.of(consumer, step)
-    p, ds = _weights_and_gradients(consumer, masked, step, data)
+    p, ds = _weights_and_gradients(consumer, masked, step, data, copy_ahead)
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
@@ -134,13 +136,15 @@ def step(
         refs.memory.ds[data.ds, part, data.keys] = ds[:, queries]
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.barriers.ds_arrived)
-    copy = functools.partial(copy_ahead, step)
-    return _add_products(consumer, data, state._replace(dk=dk, dv=dv), p, ds, copy)
+    state = state._replace(dk=dk, dv=dv)
+    copy = functools.partial(copy_ahead, step, False)
+    return _add_products(consumer, data, state, p, ds, copy)
 
 
 def _weights_and_gradients(
-    consumer: Consumer, masked: bool, step: Any, data: _StepData
-) -> tuple[jax.Array, jax.Array]:
+    consumer: Consumer, masked: bool, step: Any, data: _StepData,
+    copy_ahead: Callable[[Any, bool], None],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``(P, dS)``, ``[64, block_q]``, in the inputs' dtype; P after dropout."""
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
     accumulator = plgpu.ACC((WARPGROUP_ROWS, consumer.static.config.block_q), jnp.float32)
@@ -161,10 +165,14 @@ def _weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        if consumer.static.do_follows_queries:
+            wait_for_queries(consumer, step + 1)
+        copy_ahead(step, True)
         p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = optimization_barrier(dp, p)
-        wait_for_queries(consumer, step + 1)
+        if not consumer.static.do_follows_queries:
+            wait_for_queries(consumer, step + 1)
         return _gradients(consumer, data, p, dp, lse)
 
     def with_derivative(weights, dp_ref):
@@ -172,6 +180,7 @@ def _weights_and_gradients(
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         wait_for_queries(consumer, step + 1)
+        copy_ahead(step, True)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         return _gradients_with_derivative(consumer, data, weights, dp)
 

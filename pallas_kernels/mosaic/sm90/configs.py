@@ -202,12 +202,19 @@ def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
     return config.block_q < 3 * WARPGROUP_ROWS or not masks_by_arrays
 
 
-def backward_is_persistent(head_dim: int, masks_by_arrays: bool, needs_registers: bool) -> bool:
+def backward_is_persistent(
+    config: MosaicConfig, head_dim: int, masks_by_arrays: bool, needs_registers: bool
+) -> bool:
     """Whether a backward CTA has registers for a loop over work tiles.
+
+    Consumers of 128 queries that start copies have none: with such a loop the assembler keeps
+    counters and addresses in vector registers, and spills.
 
     Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
     and none with a soft cap, a bias, dropout or a user function (``needs_registers``).
     """
+    if config.dq_by_rows and not config.producer_warpgroup:
+        return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
 

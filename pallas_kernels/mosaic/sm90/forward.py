@@ -123,9 +123,11 @@ def forward_bounds(
     config = config or _shipped_config(inputs, spec)
     block_mask = inputs.shared.block_mask
     # Only tiles with more queries than keys have consumers that can skip much. The CTAs of a
-    # cluster would still wait for each other, and consumers that copy lack registers for it.
+    # cluster would still wait for each other. Consumers that copy lack registers for it with a bias
+    # or with masks that read arrays.
     skips = config.block_q > config.block_kv and config.cluster == 1 and block_mask is None
-    skips &= config.producer_warpgroup
+    needs_registers = inputs.has_bias or inputs.has_segments or inputs.has_kv_bounds
+    skips &= config.producer_warpgroup or not needs_registers
     parts = config.block_q // WARPGROUP_ROWS if skips else 1
     return query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
 
@@ -212,10 +214,19 @@ def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wo
     that the first one is ahead of it, and finds its stage of keys free. With a third stage of keys
     the copies start after the softmax (:func:`_step`), when it has read this step's keys as well.
     """
-    call, last = (static, refs, work), static.consumers - 1
-    keys = Copies(functools.partial(_copy_keys, *call), static.config.stages - 1, 0)
-    values = Copies(functools.partial(_copy_values, *call), static.v_stages - 2, last)
-    queries = functools.partial(_copy_queries, *call, warpgroup)
+    last = static.consumers - 1
+
+    def copy(start, step, masked):
+        # Kept from step to step, what follows from the bounds would take registers.
+        start(static, refs, work._replace(iterator=work.iterator.recompute()), step, masked)
+
+    def copies(start, ahead, warpgroup):
+        start = functools.partial(copy, start)
+        return Copies(functools.partial(start, masked=True), start, ahead, warpgroup)
+
+    keys = copies(_copy_keys, static.config.stages - 1, 0)
+    values = copies(_copy_values, static.v_stages - 2, last)
+    queries = functools.partial(_copy_queries, static, refs, work, warpgroup)
     return Producer(work, warpgroup, (keys, values), queries)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ class Copies(NamedTuple):
     """The copies of one operand, one per loop step.
 
     Attributes:
-      start: ``(step, masked)``: starts the copy of a step, when its memory is free; ``masked``:
+      start_first: ``(step)``: starts the copy of one of the first ``ahead`` steps.
+      start: ``(step, masked)``: starts that of a later step, when its memory is free; ``masked``:
         whether the step may be one that needs a mask.
       ahead: by how many steps a consumer may start a copy before its own step. It must have
         finished reading the stage's previous contents itself.
       warpgroup: the consumer that starts them.
     """
 
+    start_first: Callable[[Any], None]
     start: Callable[[Any, bool], None]
     ahead: int
     warpgroup: int
@@ -48,8 +51,8 @@ class Producer(NamedTuple):
 
             @pl.when(self.warpgroup == copies.warpgroup)
             def _(copies=copies):
-                for step in range(copies.ahead):
-                    self._start(copies, i32(step), masked=True)
+                for step in map(i32, range(copies.ahead)):
+                    pl.when(step < self.work.steps)(functools.partial(copies.start_first, step))
 
         self.start_once()
 
@@ -59,9 +62,7 @@ class Producer(NamedTuple):
 
         @pl.when(self.warpgroup == copies.warpgroup)
         def _():
-            self._start(copies, step + copies.ahead, masked)
+            later = step + copies.ahead
+            pl.when(later < self.work.steps)(lambda: copies.start(later, masked))
             if copies.warpgroup == 0:
                 pl.when(step == self.work.steps - 1)(self.work.fetch_next)
-
-    def _start(self, copies: Copies, step: Any, masked: bool) -> None:
-        pl.when(step < self.work.steps)(lambda: copies.start(step, masked))

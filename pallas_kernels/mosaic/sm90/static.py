@@ -253,6 +253,23 @@ class BackwardStatic(Sm90Static):
         return self.config.do_stages or self.config.stages
 
     @property
+    def copies_do_early(self) -> bool:
+        """Without a producer warpgroup, whether dO is copied while scores are computed.
+
+        Else its copy starts while a step's last products run.
+        """
+        return not self.config.producer_warpgroup and self.config.dq_by_rows
+
+    @property
+    def do_follows_queries(self) -> bool:
+        """Whether :attr:`copies_do_early` reads in shared memory which queries dO belongs to.
+
+        Their copy then must have arrived. To find the tile among several heads takes a division,
+        and registers that a step's first half does not have.
+        """
+        return self.copies_do_early and self.groups > 1
+
+    @property
     def half_dim(self) -> int:
         """Half the lanes of dQ."""
         return self.head_dim // 2
@@ -299,7 +316,10 @@ class BackwardStatic(Sm90Static):
             last_first=False,
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=backward_is_persistent(
-                max(self.head_dim, self.value_dim), self.masks_by_arrays, self.needs_registers
+                self.config,
+                max(self.head_dim, self.value_dim),
+                self.masks_by_arrays,
+                self.needs_registers,
             ),
         )
 
