@@ -31,8 +31,14 @@ def token_axes(mesh: Mesh) -> tuple[str, ...]:
     return (*([ring] if isinstance(ring, str) else ring), "heads")
 
 
-def decoder_axes(mesh: Mesh, weights: Weights) -> dict[str, Any]:
+def decoder_axes(mesh: Mesh, weights: Weights, expert_axes: str | None = None) -> dict[str, Any]:
     """Arguments of ``init_train_state`` and of the decoder for a training mesh."""
+    expert = None if expert_axes is None else tuple(expert_axes.split(","))
+    if expert is not None and (weights == "replicated" or not {*expert} <= {*mesh.axis_names}):
+        raise ValueError(
+            f"--expert-axes is {expert_axes}: write axes of --mesh, like fsdp,seq, and leave "
+            "--weights out"
+        )
     options: dict[str, Any] = {}
     if mesh.shape["heads"] > 1:
         options["ulysses_axis"] = "heads"
@@ -47,6 +53,7 @@ def decoder_axes(mesh: Mesh, weights: Weights) -> dict[str, Any]:
             "batch_axis": "data", "seq_axis": ring_axes(mesh), "tensor_axis": "tensor"
         }  # fmt: skip
     rules = ShardingRules(
-        data="data", fsdp="fsdp", seq=ring_axes(mesh), tensor="tensor", stage="stage"
-    )
+        data="data", fsdp="fsdp", seq=ring_axes(mesh), tensor="tensor", stage="stage",
+        expert=expert,
+    )  # fmt: skip
     return options | {"rules": rules}

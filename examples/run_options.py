@@ -83,6 +83,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add = group("devices").add_argument
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: all on seq)")
     add("--weights", choices=get_args(Weights), default="sharded", help="over batch and sequence")
+    add("--expert-axes", help="axes of --mesh whose devices have different experts, like fsdp,seq")
     layouts = (*LAYOUTS, "balanced")
     add(
         "--layout", choices=layouts, default="zigzag",
@@ -203,7 +204,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
     mesh = mesh_of_option(args.mesh, TRAINING_AXES)
-    axes = decoder_axes(mesh, args.weights)
+    axes = decoder_axes(mesh, args.weights, args.expert_axes)
     ring, rows = ring_size(mesh), mesh.shape["data"] * mesh.shape["fsdp"]
     devices = ring * mesh.shape["heads"]
     layout = "balanced:0" if args.layout == "balanced" else args.layout

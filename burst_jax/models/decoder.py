@@ -94,6 +94,8 @@ class Decoder(nnx.Module):
         _reject_own_options(config, options)
         if rules is not None:
             options = _with_rules(options, rules)
+            if rules.expert is not None:
+                _check_expert_axis(config, rules)
         if microbatches is not None:
             microbatches = check_integer("microbatches", microbatches, 1)
             if rules is None or rules.stage is None:
@@ -114,7 +116,10 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, rngs=rngs, **options)
+            layer = DecoderLayer(config, rngs=rngs, **options)
+            if rules is not None and rules.expert is not None:
+                layer.mlp.expert_axis = rules.expert
+            return layer
 
         self.layers = stack(rngs)
         self.final_norm = norm_of(config)
@@ -303,8 +308,12 @@ class Decoder(nnx.Module):
 
         def gather(weights: nnx.State) -> nnx.State:
             return jax.tree_util.tree_map_with_path(
-                lambda path, weight: whole(weight, layer_specs[path]), weights
-            )
+                lambda path, weight: gather_weights(
+                    weight, layer_specs[path], over=varying, keep=shardings.kept_axes(path),
+                    dtype=config.dtype,
+                ),
+                weights,
+            )  # fmt: skip
 
         def layer_of(kind: LayerKind, remat: Remat) -> Layer:
             def layer(
@@ -457,6 +466,16 @@ def _reject_own_options(config: DecoderConfig, options: AttentionOptions) -> Non
     ):
         if given and name in options:
             raise TypeError(f"{name} is given, and DecoderConfig's {field} sets it, too: pass one")
+
+
+def _check_expert_axis(config: DecoderConfig, rules: ShardingRules) -> None:
+    """Raises ValueError for an expert axis without experts."""
+    if not any("expert" in axes for axes in config.feed_forward.weight_axes.values()):
+        raise ValueError(
+            f"ShardingRules' expert is {rules.expert!r}, and feed_forward "
+            f'{config.feed_forward.__name__} has no weights with a dimension "expert": pass '
+            "expert=None, and shard batches and weights over fsdp"
+        )
 
 
 def _kinds_of_a_stage(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
@@ -26,6 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
+from burst_jax.models.expert_exchange import owner_tables, run_exchanged
+from burst_jax.models.expert_rows import copied, moved, routes_of, summed
 from burst_jax.models.feed_forward import (
     ACTIVATIONS,
     Auxiliary,
@@ -35,7 +38,7 @@ from burst_jax.models.feed_forward import (
 )
 from burst_jax.models.remat import MLP_PRODUCTS, ROUTES
 from burst_jax.parallel.collectives import psum_manual
-from burst_jax.parallel.mesh import AxisNames
+from burst_jax.parallel.mesh import AxisNames, flat_names
 from burst_jax.parallel.rules import LogicalAxes
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.grouped import grouped_matmul
@@ -68,6 +71,10 @@ class Experts:
         score, scores being normalized to a sum of 1; 1 if the load is even.
       z_loss: coefficient of the router's z-loss (Zoph et al. 2022), per layer the mean of
         ``logsumexp(logits)**2``.
+      capacity_factor: with expert parallelism, how many tokens a device sends to each other device
+        at a time, as a multiple of the mean. If a device has more, further exchanges follow; none
+        is dropped. Memory and communication are proportional to it. None sends all at once, in
+        memory for all tokens of all devices.
 
     Raises:
       ValueError: a number out of range, or an unknown score.
@@ -82,6 +89,7 @@ class Experts:
     shared_dim: int = 0
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    capacity_factor: float | None = 1.5
 
     def __post_init__(self) -> None:
         check_integer("count", self.count, 1, _MAX_EXPERTS)
@@ -93,6 +101,8 @@ class Experts:
             )
         if self.clamp is not None:
             check_positive("clamp", self.clamp, also=", or None")
+        if self.capacity_factor is not None:
+            check_positive("capacity_factor", self.capacity_factor, also=", or None")
         for name in ("balance_loss", "z_loss"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
@@ -110,17 +120,19 @@ class MixtureOfExperts(FeedForward):
     :class:`FeedForward`.
 
     Experts are sharded as dense weights are: inputs of gate and up, and outputs of down, over the
-    axes of "embed", and hidden features over ``hidden_axis``. The router is replicated.
+    axes of "embed", and hidden features over ``hidden_axis``. The router is replicated. With
+    ``expert_axis`` (``ShardingRules.expert``) each device has some of the experts, and devices
+    exchange tokens (expert parallelism).
     """
 
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]] = {
         ("router", "kernel"): (None, None),
         ("router", "bias"): (None,),
-        ("gate", "kernel"): (None, "embed", "mlp"),
-        ("up", "kernel"): (None, "embed", "mlp"),
-        ("down", "kernel"): (None, "mlp", "embed"),
-        ("gate", "bias"): (None, "mlp"),
-        ("up", "bias"): (None, "mlp"),
+        ("gate", "kernel"): ("expert", "embed", "mlp"),
+        ("up", "kernel"): ("expert", "embed", "mlp"),
+        ("down", "kernel"): ("expert", "mlp", "embed"),
+        ("gate", "bias"): ("expert", "mlp"),
+        ("up", "bias"): ("expert", "mlp"),
         ("down", "bias"): (None, None),
         **{("shared", *path): axes for path, axes in GatedMLP.weight_axes.items()},
     }
@@ -187,42 +199,50 @@ class MixtureOfExperts(FeedForward):
         tokens = x.reshape(-1, x.shape[-1])
         if present is not None:
             present = present.reshape(-1) != 0
-        weights, routes, sums = self._route(x, tokens, present)
-        # float32 weights of the rows.
-        row_weights = _permuted(weights.reshape(-1), routes.order, routes.inverse)
-        rows = _dispatched(tokens, routes.order, routes.inverse)
+        weights, chosen, sums = self._route(x, tokens, present)
+        expert_axes, same = flat_names(self.expert_axis), flat_names(self.same_tokens_axis)
+        sent = tuple(name for name in expert_axes if name not in same)
+        ids, count = chosen, experts.count
+        if same:
+            numbers, groups = map(jnp.asarray, owner_tables(count, expert_axes, same))
+            count //= lax.axis_size(same)
+            ids = jnp.where(groups[ids] == lax.axis_index(same), numbers[ids], count)
+        if present is not None:
+            ids = jnp.where(present[:, None], ids, count)
+        routes = routes_of(ids.reshape(-1), count)
+        run = partial(_run_experts, config, keeps_products)
+        # Sums over devices, of the gradients of what all have, are of tokens, not of their copies.
+        arrays = _varying((self._parameters(), tokens, weights))
 
-        def product(matrices: _Matrices, rows: jax.Array) -> jax.Array:
-            kernel = matrices.kernel[...].astype(config.dtype)
-            rows, kernel, sizes = _varying((rows, kernel, routes.sizes))
-            out = grouped_matmul(rows, kernel, sizes)
-            if matrices.bias is None or matrices is self.down:
-                return out
-            # Gathered in float32, in which the gradient's sum over rows is then computed.
-            bias = matrices.bias[...].astype(jnp.float32)
-            bias, ids = _varying((bias, routes.ids))
-            return (out + bias.at[ids].get(mode="clip")).astype(config.dtype)
+        def shared() -> jax.Array | None:
+            return None if self.shared is None else self.shared(x, keeps_products=keeps_products)
 
-        gate, up = product(self.gate, rows), product(self.up, rows)
-        if keeps_products:
-            gate, up = (checkpoint_name(each, MLP_PRODUCTS) for each in (gate, up))
-        # Weighted before the last product, whose output the gradient then does not read.
-        hidden = self._hidden(gate, up) * row_weights[:, None].astype(config.dtype)
-        out = _permuted(product(self.down, hidden), *_varying((routes.inverse, routes.order)))
-        out = out.reshape(-1, experts.per_token, x.shape[-1]).sum(1, dtype=jnp.float32)
-        out = psum_manual(out.astype(config.dtype), self.hidden_axis)
+        if sent:
+            out, of_all = run_exchanged(
+                run, arrays, routes, axes=sent, factor=experts.capacity_factor, meanwhile=shared
+            )
+        else:
+            of_all = shared()
+            order, inverse = _varying((routes.order, routes.inverse))
+            rows = copied(arrays[1], order, inverse)
+            row_weights = moved(arrays[2].reshape(-1), order, inverse)
+            out = run(arrays[0], rows, row_weights, routes.sorted_ids, routes.sizes)
+            out = summed(moved(out, inverse, order), tokens.shape[0])
+        # What experts of other devices have is not the same hidden features, but other terms.
+        hidden = [name for name in flat_names(self.hidden_axis) if name not in expert_axes]
+        out = psum_manual(out.astype(config.dtype), (*hidden, *same))
         if self.down.bias is not None:
             # Added once, after the sum over devices, to the experts' outputs.
             of_experts = jnp.zeros((tokens.shape[0], experts.count), jnp.float32)
             of_experts = jnp.put_along_axis(
-                _varying((of_experts, weights))[0], routes.experts, weights, 1, inplace=False
+                _varying((of_experts, weights))[0], chosen, weights, 1, inplace=False
             )
             bias = of_experts @ self.down.bias[...].astype(jnp.float32)
             out = out + bias.astype(config.dtype)
         out = out.reshape(x.shape)
-        if self.shared is not None:
-            out = out + self.shared(x, keeps_products=keeps_products)
-        return out, sums
+        if of_all is not None:
+            out = out + of_all
+        return out, sums._replace(counts=lax.stop_gradient(routes.sizes.astype(jnp.float32)))
 
     @classmethod
     def auxiliary(cls, config: DecoderConfig, sums: Any) -> Auxiliary:
@@ -246,8 +266,8 @@ class MixtureOfExperts(FeedForward):
 
     def _route(
         self, x: jax.Array, tokens: jax.Array, present: jax.Array | None
-    ) -> tuple[jax.Array, Routes, Sums]:
-        """The experts' weights, float32 ``[n, k]``, where tokens are sent, and sums over tokens."""
+    ) -> tuple[jax.Array, jax.Array, Sums]:
+        """The experts' weights, float32 ``[n, k]``, these experts, and sums, without counts."""
         experts = self.config.experts
         logits = self.router(tokens.astype(jnp.float32))
         if self.config.lora is not None:
@@ -260,7 +280,6 @@ class MixtureOfExperts(FeedForward):
         weights = jnp.take_along_axis(scores, chosen, 1)
         if experts.normalize:
             weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
-        routes = _routes(chosen, experts.count, present)
         # Padding has no weights, and is left out of the sums.
         kept = np.float32(1) if present is None else present[:, None].astype(jnp.float32)
         normalized = scores
@@ -268,19 +287,22 @@ class MixtureOfExperts(FeedForward):
             normalized = scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
         squared = jax.nn.logsumexp(logits, -1, keepdims=True) ** 2
         sums = Sums(
-            counts=lax.stop_gradient(routes.sizes.astype(jnp.float32)),
+            counts=jnp.zeros((experts.count,), jnp.float32),
             scores=jnp.sum(normalized * kept, 0),
             z=jnp.sum(squared * kept),
         )
-        return weights * kept, routes, sums
+        return weights * kept, chosen, sums
 
-    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """The hidden features from the outputs of gate and up."""
-        clamp = self.config.experts.clamp
-        if clamp is None:
-            return ACTIVATIONS[self.config.activation](gate) * up
-        gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
-        return gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+    def _parameters(self) -> _Parameters:
+        """The experts' weights, in the dtypes that products read."""
+        kernels = (
+            each.kernel[...].astype(self.config.dtype) for each in (self.gate, self.up, self.down)
+        )
+        biases = (
+            None if each.bias is None else each.bias[...].astype(jnp.float32)
+            for each in (self.gate, self.up)
+        )
+        return _Parameters(*kernels, *biases)
 
 
 class Sums(NamedTuple):
@@ -297,22 +319,14 @@ class Sums(NamedTuple):
     z: jax.Array
 
 
-class Routes(NamedTuple):
-    """Where n tokens are sent, k times each; row i of the sorted rows is of token order[i] // k.
+class _Parameters(NamedTuple):
+    """The experts' weights on a device, with whole inputs; biases, if any, are float32."""
 
-    Attributes:
-      experts: int32 ``[n, k]``, the experts of each token.
-      ids: int32 ``[n k]``, the expert of each sorted row, E for padding, which comes last.
-      order: int32 ``[n k]``, the index in ``experts`` of each sorted row.
-      inverse: int32 ``[n k]``, its inverse.
-      sizes: int32 ``[E]``, the number of rows of each expert.
-    """
-
-    experts: jax.Array
-    ids: jax.Array
-    order: jax.Array
-    inverse: jax.Array
-    sizes: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None
+    up_bias: jax.Array | None
 
 
 class _Matrices(nnx.Module):
@@ -333,54 +347,43 @@ class _Matrices(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((count, outputs), dtype)) if bias else None
 
 
-def _routes(chosen: jax.Array, count: int, present: jax.Array | None) -> Routes:
-    """The routes of tokens to the experts ``chosen [n, k]``; padding is sent to none."""
-    ids = chosen if present is None else jnp.where(present[:, None], chosen, count)
-    index = vary(jnp.arange(ids.size, dtype=jnp.int32), varying_axes(ids))
-    ids, order = lax.sort((ids.reshape(-1), index), num_keys=1, is_stable=True)
-    _, inverse = lax.sort((order, index), num_keys=1)
-    ends = jnp.searchsorted(ids, jnp.arange(count, dtype=jnp.int32), side="right")
-    sizes = jnp.diff(ends.astype(jnp.int32), prepend=jnp.zeros((1,), jnp.int32))
-    return Routes(chosen, ids, order, inverse, sizes)
+def _run_experts(
+    config: DecoderConfig,
+    keeps_products: bool,
+    parameters: _Parameters,
+    rows: jax.Array,
+    row_weights: jax.Array,
+    expert: jax.Array,
+    sizes: jax.Array,
+) -> jax.Array:
+    """Rows ``[R, D]``, ordered by expert, through their experts, without the bias of down.
+
+    ``row_weights`` are float32 ``[R]``, ``expert`` the expert of each row, ``sizes`` the number of
+    rows of each; rows after the last one are 0.
+    """
+
+    def product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        out = grouped_matmul(*_varying((rows, kernel, sizes)))
+        if bias is None:
+            return out
+        # Gathered in float32, in which the gradient's sum over rows is then computed.
+        bias, ids = _varying((bias, expert))
+        return (out + bias.at[ids].get(mode="clip")).astype(config.dtype)
+
+    gate = product(rows, parameters.gate, parameters.gate_bias)
+    up = product(rows, parameters.up, parameters.up_bias)
+    if keeps_products:
+        gate, up = (checkpoint_name(each, MLP_PRODUCTS) for each in (gate, up))
+    clamp = config.experts.clamp
+    if clamp is None:
+        hidden = ACTIVATIONS[config.activation](gate) * up
+    else:
+        gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+        hidden = gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+    # Weighted before the last product, whose output the gradient then does not read.
+    return product(hidden * row_weights[:, None].astype(config.dtype), parameters.down)
 
 
 def _varying(arrays: Any) -> Any:
     """The arrays, marked to vary over the same mesh axes."""
     return vary(arrays, varying_axes(arrays))
-
-
-# Rows are gathered in both directions; JAX's own gradient would scatter and add.
-@jax.custom_vjp
-def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """``x[order]``, for a permutation and its inverse."""
-    return x[order]
-
-
-_permuted.defvjp(
-    lambda x, order, inverse: (x[order], inverse),
-    lambda inverse, gradient: (gradient[inverse], None, None),
-)
-
-
-@jax.custom_vjp
-def _dispatched(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """The sorted rows ``[n k, D]`` of tokens ``[n, D]``: row i is token ``order[i] // k``."""
-    return tokens[order // (order.shape[0] // tokens.shape[0])]
-
-
-def _dispatched_forward(
-    tokens: jax.Array, order: jax.Array, inverse: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The empty residual carries the number of tokens.
-    return _dispatched(tokens, order, inverse), (inverse, jnp.zeros((tokens.shape[0], 0)))
-
-
-def _dispatched_backward(
-    residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, None, None]:
-    inverse, empty = residuals
-    copies = gradient[inverse].reshape(empty.shape[0], -1, gradient.shape[-1])
-    return copies.sum(1, dtype=jnp.float32).astype(gradient.dtype), None, None
-
-
-_dispatched.defvjp(_dispatched_forward, _dispatched_backward)

@@ -70,11 +70,18 @@ class FeedForward(nnx.Module):
       chunks_tokens: whether the class implements ``config.mlp_chunks``. Without it
         :class:`DecoderConfig` rejects more than one chunk.
       hidden_axis: as in the arguments.
+      expert_axis: mesh axis, or axes, that shard the dimensions named "expert" in ``weight_axes``
+        (``ShardingRules.expert``). These are not gathered: the devices must exchange their tokens.
+        The decoder sets it. Serving shards "mlp" over those of ``hidden_axis`` that are not in it.
+      same_tokens_axis: those of ``expert_axis`` along which devices have the same tokens, in a
+        decoding step of serving, which sets it.
     """
 
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]]
     chunks_tokens: ClassVar[bool] = False
     hidden_axis: AxisNames
+    expert_axis: AxisNames = None
+    same_tokens_axis: AxisNames = None
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.validation import check_is_array
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.weights import name_of, weight_specs
+from burst_jax.models.weights import logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -40,6 +40,7 @@ class DecoderShardings:
       batch_axes: the mesh axes of the batch dimension.
       token_axes: the mesh axes of the sequence dimension.
       tensor_axes: the mesh axes of heads, hidden features and vocabulary.
+      expert_axes: the mesh axes of the experts.
       stage_axis: the mesh axis of the layers, or None.
       microbatches: number of microbatches of the pipeline.
       specs: sharding of each weight, in the order of the leaves of the decoder's state.
@@ -51,6 +52,7 @@ class DecoderShardings:
     batch_axes: tuple[str, ...]
     token_axes: tuple[str, ...]
     tensor_axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
     stage_axis: str | None
     microbatches: int
     specs: tuple[P, ...]
@@ -80,6 +82,11 @@ class DecoderShardings:
     def weight_specs(self, weights: Any) -> Any:
         """``specs`` as a tree like ``weights``, the decoder's state."""
         return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
+
+    def kept_axes(self, path: tuple[Any, ...]) -> tuple[str, ...]:
+        """The mesh axes over which a layer's weight is not gathered, by its path in the layer."""
+        axes = logical_axes((jax.tree_util.DictKey("layers"), *path), self.config)
+        return self.tensor_axes + (self.expert_axes if "expert" in axes else ())
 
     def are_gathered(self, specs: Any) -> bool:
         """Whether weights with these shardings are gathered for use."""
@@ -169,6 +176,7 @@ def decoder_shardings(
         batch_axes=axes.batch_axes,
         token_axes=token_axes,
         tensor_axes=flat_names(axes.tensor),
+        expert_axes=flat_names(axes.expert),
         stage_axis=axes.stage,
         microbatches=axes_size(mesh, axes.stage) if microbatches is None else microbatches,
         specs=tuple(specs),

@@ -1,9 +1,9 @@
-"""All-gather of sharded weights and reduce-scatter of their gradients, inside a ``shard_map``.
+"""All-gather of weights, reduce-scatter of gradients and all-to-all, inside a ``shard_map``.
 
 NCCL's all-gather and reduce-scatter kernels occupy SMs while they wait and send, and an attention
 kernel that needs all SMs takes up to 1.5 times as long next to them. So where the GPUs' copy
-engines do permutes, an all-gather or reduce-scatter is n - 1 permutes, one per distance between two
-devices. Both send the same bytes.
+engines do permutes, an all-gather, reduce-scatter or all-to-all is n - 1 permutes, one per distance
+between two devices. Both send the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from burst_jax.parallel.mesh import AxisNames, flat_names
 from burst_jax.parallel.xla_options import has_peer_copies
-from pallas_kernels.arrays import row_major, vary, varying_axes
+from pallas_kernels.arrays import row_major, unvary, vary, varying_axes
 
 # For each sharded dimension of a weight the mesh axes that shard it.
 ShardedDims = tuple[tuple[int, tuple[str, ...]], ...]
@@ -68,6 +68,36 @@ def gather_weights(
         return _gather(weight, dims, sent, weight.dtype if widen else sent)
 
     return jax.tree.map(gather, weights, specs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """All-to-all inside a ``shard_map``: part p of ``x`` is sent to device p along ``names``.
+
+    Args:
+      x: ``[n, ...]``, one part per device along the mesh axes ``names``, in their order.
+      names: mesh axes.
+
+    Returns:
+      ``[n, ...]``: part p was received from device p. The function is its own transpose.
+    """
+    if has_peer_copies():
+        n, me, out = lax.axis_size(names), lax.axis_index(names), x
+        # A device keeps its own part, and replaces all others.
+        for distance in range(1, n):
+            part = lax.dynamic_slice_in_dim(x, (me + distance) % n, 1)
+            part = _send(part, names, distance)
+            out = lax.dynamic_update_slice_in_dim(out, part, (me - distance) % n, 0)
+    else:
+        out = lax.all_to_all(x, names, 0, 0, tiled=True)
+    # With check_vma=False nothing is marked, but JAX marks the results of collectives in gradients.
+    return out if varying_axes(x) else unvary(out)
+
+
+exchange.defvjp(
+    lambda x, names: (exchange(x, names), None),
+    lambda names, _, gradient: (exchange(gradient, names),),
+)
 
 
 def psum_manual(x: jax.Array, axes: AxisNames) -> jax.Array:

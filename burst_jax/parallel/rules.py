@@ -8,12 +8,17 @@ mesh axes::
     tokens                          seq
     heads, kv_heads, mlp, vocab     tensor
     embed (of a weight)             fsdp and seq
+    expert (of a weight)            expert
     layers                          stage
 
 Weights are sharded over ``fsdp`` and ``seq`` together (ZeRO-3, Rajbhandari et al. 2020): each
 device stores ``1 / (fsdp * seq)`` of every matrix and of its optimizer state, and the devices
 gather the weights of one layer at a time. ``data`` shards batches only, so weights are replicated
 over it.
+
+Expert parallelism keeps experts where they are, and the devices exchange tokens. ``expert`` may
+name axes of ``data``, ``fsdp`` or ``seq``, whose devices then have different experts, or an axis of
+its own, which shards everything else like ``fsdp``. The other axes shard each expert's matrices.
 """
 
 from __future__ import annotations
@@ -40,9 +45,12 @@ class ShardingRules:
       seq: shards the sequence and the weights. ``(outer, inner)`` is a two-level ring.
       tensor: shards heads, hidden features of the MLP and the vocabulary.
       stage: shards the layers into pipeline stages; one mesh axis.
+      expert: shards the experts of a mixture of experts, and tokens are exchanged over it
+        (:class:`burst_jax.models.MixtureOfExperts`). None gathers experts like all weights.
 
     Raises:
-      ValueError: an axis that is not a name, or that two fields name.
+      ValueError: an axis that is not a name, or that two fields name, except for ``expert``.
+      NotImplementedError: ``expert`` names an axis of ``tensor`` or ``stage``.
     """
 
     data: AxisNames = "data"
@@ -50,17 +58,26 @@ class ShardingRules:
     seq: AxisNames = "seq"
     tensor: AxisNames = "tensor"
     stage: str | None = None
+    expert: AxisNames = None
 
     def __post_init__(self) -> None:
         owner: dict[str, str] = {}
         for field, axes in self._fields().items():
             for name in axis_names(f"ShardingRules' {field}", axes):
-                if name in owner:
+                if field == "expert" and name in owner:
+                    if owner[name] in ("tensor", "stage"):
+                        raise NotImplementedError(
+                            f"ShardingRules' expert is {axes!r}, and {owner[name]} names {name!r} "
+                            "too: experts can share devices with data, fsdp and seq; name axes of "
+                            "these, or an axis of its own"
+                        )
+                elif name in owner:
                     raise ValueError(
                         f"ShardingRules' {field} is {axes!r}, and {owner[name]} names {name!r} "
                         "too: use different mesh axes"
                     )
-                owner[name] = field
+                else:
+                    owner[name] = field
         if self.stage is not None and not isinstance(self.stage, str):
             raise ValueError(f"ShardingRules' stage is {self.stage!r}: it must be one mesh axis")
 
@@ -70,16 +87,10 @@ class ShardingRules:
 
         Raises:
           ValueError: it is not a mesh, or has an axis of another name.
-          NotImplementedError: it has an axis "expert".
         """
         mesh = resolve_mesh(mesh)
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in mesh.axis_names:
-            if name == "expert":
-                raise NotImplementedError(
-                    "the mesh has an axis 'expert': expert parallelism is not implemented; experts "
-                    "are sharded over fsdp, seq and tensor as dense weights are"
-                )
             if name not in fields:
                 raise ValueError(
                     f"the mesh has an axis {name!r}: ShardingRules.of accepts "
@@ -91,7 +102,13 @@ class ShardingRules:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that shard the batch."""
-        return flat_names(self.data, self.fsdp)
+        return flat_names(self.data, self.fsdp, self._own_expert_axes)
+
+    @property
+    def _own_expert_axes(self) -> tuple[str, ...]:
+        """Those of ``expert`` that no other field names."""
+        others = flat_names(self.data, self.fsdp, self.seq)
+        return tuple(name for name in flat_names(self.expert) if name not in others)
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError if the mesh lacks an axis that the rules name."""
@@ -115,7 +132,10 @@ class ShardingRules:
         Raises:
           ValueError: an unknown name.
         """
-        weight_axes = flat_names(self.fsdp, self.seq, extra_weight_axes)
+        weight_axes = flat_names(self.fsdp, self._own_expert_axes, self.seq, extra_weight_axes)
+        expert_axes = flat_names(self.expert)
+        if "expert" in axes:
+            weight_axes = tuple(name for name in weight_axes if name not in expert_axes)
         # Weights outside the layers are also sharded over the stages, in their features.
         if "layers" not in axes:
             weight_axes = (*weight_axes, *flat_names(self.stage))
@@ -124,6 +144,7 @@ class ShardingRules:
             "batch": self.batch_axes,
             "tokens": flat_names(self.seq),
             "embed": weight_axes,
+            "expert": expert_axes,
             "layers": flat_names(self.stage),
             **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), flat_names(self.tensor)),
         }

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.expert_exchange import round_sizes
 from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.feed_forward import GatedMLP
-from burst_jax.models.weights import name_of, weight_specs
+from burst_jax.models.weights import logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.ring.ulysses import check_heads
@@ -48,7 +49,9 @@ class DeviceSizes:
       heads: number of its query heads.
       hidden: its hidden features of the feed-forward that a token uses: with experts those of k
         experts and of the shared one.
+      expert_hidden: those of one expert.
       copies: number of experts that a token is sent to, k; 0 without experts.
+      slots: rows of the experts' arrays per token: k, or with expert parallelism what a round has.
       normed: features that one layer's norms read, in total.
       post_normed: those of them that post-norms of attention and feed-forward read.
       vocab: its shard of the vocabulary.
@@ -71,7 +74,9 @@ class DeviceSizes:
     attended_kv: int
     heads: int
     hidden: int
+    expert_hidden: int
     copies: int
+    slots: float
     normed: int
     post_normed: int
     vocab: int
@@ -83,6 +88,11 @@ class DeviceSizes:
     embedding: Matrix
     head: Matrix
     parts: int
+
+    @property
+    def held_hidden(self) -> float:
+        """Hidden features in memory, per token."""
+        return self.hidden + (self.slots - self.copies) * self.expert_hidden
 
     @property
     def products(self) -> int:
@@ -126,7 +136,9 @@ def device_sizes(
         name = name_of(path)
         saved = math.prod(NamedSharding(mesh, spec).shard_shape(weight.shape))
         part[name] = saved
-        axes, names = ("fsdp", *strategy.attention.mesh), flat_names(*spec)
+        axes, names = {"fsdp", *strategy.attention.mesh}, flat_names(*spec)
+        if "expert" in logical_axes(path, config):
+            axes -= {*strategy.expert}
         gathered = math.prod(mesh.shape[axis] for axis in axes if axis in names)
         whole[name] = saved * gathered
 
@@ -139,10 +151,15 @@ def device_sizes(
     head_features = config.head_dim
     query = config.num_heads // tensor * head_features
     kv = kv_heads * head_features
+    tokens, slots = rows * length // strategy.token_devices, float(copies)
+    if experts and strategy.expert:
+        devices = strategy.expert_devices
+        sent, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
+        slots = devices * sent / tokens
     post_normed = 2 * config.embed_dim if config.post_norms else 0
     return DeviceSizes(
         layers=config.num_layers,
-        tokens=rows * length // strategy.token_devices,
+        tokens=tokens,
         rows=rows,
         width=config.embed_dim,
         query=query,
@@ -151,6 +168,8 @@ def device_sizes(
         heads=config.num_heads // tensor,
         hidden=((copies or 1) * config.mlp_dim + shared) // tensor,
         copies=copies,
+        slots=slots,
+        expert_hidden=config.mlp_dim // tensor,
         normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
         post_normed=post_normed,
         vocab=config.vocab_size // tensor,

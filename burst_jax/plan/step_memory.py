@@ -59,12 +59,12 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
         "attention": s.width + s.query,
         "offload": s.width + s.query,
         "half": s.width + s.query / 2,
-        "selective": 2 * s.width + s.post_normed + s.query + 2 * s.hidden,
+        "selective": 2 * s.width + s.post_normed + s.query + 2 * s.held_hidden,
         # Norms save three float32 arrays each; then the inputs of attention and feed-forward, q, k,
         # v, out, and the hidden features.
         "none": 3 * 4 / s.itemsize * s.normed
-        + 2 * (s.width + s.query + s.kv + s.hidden)
-        + s.copies * s.width,
+        + 2 * (s.width + s.query + s.kv + s.held_hidden)
+        + s.slots * s.width,
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
     return int(s.tokens * (features * s.itemsize + rows))
@@ -137,14 +137,19 @@ def _backward(
     fetched = one if remat == "offload" else 0
     # Gradient of the residual stream and the normed input; q, out and its gradient; k, v.
     attention = 2 * one + 3 * query + 2 * kv + ring
-    hidden = features * s.hidden / strategy.mlp_chunks
+    hidden = features * s.held_hidden / strategy.mlp_chunks
     # Gate, up, and the gradients of the hidden features and of gate or up. Saved products are read
     # in place, and their inputs are not recomputed.
     saved = remat in ("none", "selective")
     products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if saved else 5) * one
     # A token's copies, sorted by expert: the input of gate and up, and the gradients of both ends.
-    states += 3 * s.copies * one
+    states += 3 * s.slots * one
+    if strategy.expert:
+        # What is sent and received on one side, next to sorted rows on the other.
+        states += 3 * s.slots * one
+        # Float32 sums of further rounds, in loops that XLA does not share memory with.
+        states += 4 * (s.tokens * s.width + s.mlp.whole)
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
         states += 3 * one / strategy.mlp_chunks + kv

@@ -119,8 +119,10 @@ def step_seconds(
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
 
     features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
-    # Each direction sorts a token's copies and sorts them back: a read and a write of each.
-    passes = {name: features * (count + 8 * s.copies) for name, count in _PASSES.items()}
+    # Each direction sorts a token's copies and sorts them back: a read and a write of each. With an
+    # exchange both devices do.
+    sorts = 16 * s.slots if strategy.expert else 8 * s.copies
+    passes = {name: features * (count + sorts) for name, count in _PASSES.items()}
     # Every chunk of the feed-forward accumulates into float32 gradients.
     sums = s.layers * 8 * s.mlp.whole * (strategy.mlp_chunks - 1) / bandwidth
     moments = 4 * moment_size if strategy.moments == "device" else 0
@@ -135,7 +137,9 @@ def step_seconds(
         recomputed=matmuls_again + again,
         loss=head + logits,
         memory=sum(passes.values()) + sums + update,
-        communication=exposed + _tensor_sums(s, strategy, cluster),
+        communication=exposed
+        + _tensor_sums(s, strategy, cluster)
+        + _exchanges(s, strategy, cluster),
         host=_exposed_host_copies(s, strategy, cluster, ahead, rate, moment_size),
     )
 
@@ -186,6 +190,22 @@ def _tensor_sums(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -
     sums = 4 * s.layers + again + 2
     size = 2 * (strategy.tensor - 1) / strategy.tensor * s.tokens * s.width * s.itemsize
     return sums * size / (1e9 * cluster.exchange_link)
+
+
+def _exchanges(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -> float:
+    """Seconds of the all-to-alls of tokens, which nothing is assumed to overlap with."""
+    n = strategy.expert_devices
+    if n == 1:
+        return 0.0
+    # Tokens and results, their gradients, and tokens again where a layer is recomputed.
+    remats = strategy.remats(s.layers)
+    count = 4 * s.layers + sum(layers for remat, layers in remats.items() if remat != "none")
+    size = s.slots * s.tokens * s.width * s.itemsize
+    seconds = (n - 1) / n * size / (1e9 * cluster.exchange_link)
+    hosts = -(-n * strategy.tensor // cluster.gpus)
+    if hosts > 1:
+        seconds = max(seconds, (1 - 1 / hosts) * size / (1e9 * cluster.host_link))
+    return count * seconds
 
 
 def _exposed_host_copies(

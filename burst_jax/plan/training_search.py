@@ -17,6 +17,7 @@ from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.remat import Remat
+from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.cost_model import Estimate
 from burst_jax.plan.device_sizes import DeviceSizes, device_sizes
 from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
@@ -43,7 +44,8 @@ def training(
 ) -> TrainingPlan:
     """Compares strategies to train a decoder: which fit in memory, and which is the fastest.
 
-    A strategy is a mesh, weights that are sharded over it or replicated, a layout, what layers save
+    A strategy is a mesh, weights that are sharded over it or replicated, experts that are gathered
+    or that tokens are sent to (``ShardingRules.expert``), a layout, what layers save
     for the backward pass (``remat``, and ``remat_layers`` where only some layers can be
     "selective"), the chunks of the feed-forward, and where the optimizer's moments are. All
     combinations are compared. The optimizer is AdamW, and the loss has its default ``chunk_size``.
@@ -95,7 +97,7 @@ def training(
 
     _, shapes = abstract_decoder(config, mesh=next(_meshes(cluster, 1)).abstract_mesh)
     estimates, left_out = [], []
-    for mesh in _meshes(cluster, batch):
+    for mesh in _with_expert_axes(config, _meshes(cluster, batch)):
         try:
             sizes = device_sizes(config, shapes, mesh, length=length, batch=batch)
             search = _Search(config, cluster, length, batch, dtype.itemsize, mesh, sizes)
@@ -140,6 +142,24 @@ def _meshes(cluster: Cluster, batch: int) -> Iterator[TrainingStrategy]:
                         yield TrainingStrategy(
                             weights, rows, ring, tensor, layout, "attention", ulysses=ulysses
                         )
+
+
+def _with_expert_axes(
+    config: DecoderConfig, meshes: Iterator[TrainingStrategy]
+) -> Iterator[TrainingStrategy]:
+    """Each mesh with gathered experts, and with experts over all axes that it can exchange over.
+
+    Meshes with two such axes also have experts over each of them.
+    """
+    for mesh in meshes:
+        yield mesh
+        if config.experts is None or mesh.weights == "replicated":
+            continue
+        ring = mesh.attention.arguments["seq_axis"]
+        axes = [name for name in flat_names("fsdp", ring) if mesh.mesh.get(name, 1) > 1]
+        wanted = [tuple(axes), *((name,) for name in axes)] if axes else []
+        for expert in dict.fromkeys(wanted):
+            yield dataclasses.replace(mesh, expert=expert)
 
 
 def _divisors(n: int) -> list[int]:

@@ -35,6 +35,8 @@ class TrainingStrategy:
       mlp_chunks: number of token chunks that the feed-forward runs in.
       moments: the memory that the optimizer's moments are in.
       ulysses: size of the Ulysses axis, which shards the tokens of each ring shard; 1 without one.
+      expert: the mesh axes over which a mixture of experts exchanges tokens; empty if it gathers
+        experts, or has none.
     """
 
     weights: Weights
@@ -47,6 +49,7 @@ class TrainingStrategy:
     moments: Moments = "device"
     remat_layers: int | None = None
     ulysses: int = 1
+    expert: tuple[str, ...] = ()
 
     @property
     def seq(self) -> int:
@@ -70,7 +73,8 @@ class TrainingStrategy:
     def name(self) -> str:
         """Mesh and weights, as text."""
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh.items())
-        return f"{mesh} with {self.weights} weights"
+        experts = f", experts over {' '.join(self.expert)}" if self.expert else ""
+        return f"{mesh} with {self.weights} weights{experts}"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -81,7 +85,10 @@ class TrainingStrategy:
         options = {name: value for name, value in options.items() if value is not None}
         names = {name: name if name in self.mesh else None for name in ("fsdp", "data", "tensor")}
         if self.weights == "sharded":
-            rules = ShardingRules(data=None, fsdp=names["fsdp"], seq=seq, tensor=names["tensor"])
+            rules = ShardingRules(
+                data=None, fsdp=names["fsdp"], seq=seq, tensor=names["tensor"],
+                expert=self.expert or None,
+            )  # fmt: skip
             return {"rules": rules, **options}
         given = {"batch_axis": names["data"], "seq_axis": seq, "tensor_axis": names["tensor"]}
         return {name: axis for name, axis in given.items() if axis is not None} | options
@@ -111,6 +118,11 @@ class TrainingStrategy:
             name = f"{name} and ulysses"
         return Strategy(name, self.ring, self.ulysses)
 
+    @property
+    def expert_devices(self) -> int:
+        """Number of devices that exchange tokens."""
+        return math.prod(self.mesh[name] for name in self.expert)
+
     def ring_cluster(self, cluster: Cluster) -> Cluster:
         """The devices that share a sequence.
 
@@ -135,6 +147,8 @@ class TrainingStrategy:
         flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]
         if self.weights == "replicated" and self.rows * self.token_devices > 1:
             flags[2:2] = ["--weights", "replicated"]
+        if self.expert:
+            flags += ["--expert-axes", ",".join(self.expert)]
         if self.remat_layers is not None:
             flags += ["--remat-layers", str(self.remat_layers)]
         flags += ["--mlp-chunks", str(self.mlp_chunks)]

@@ -211,12 +211,15 @@ class ServedModel:
         for index, kind in enumerate(config.layer_kinds):
             if self.sharded and gather:
                 if index == 0:
-                    layers[0] = self._gathered(layers[0], specs[0])
+                    layers[0] = self._gathered_layer(layers[0], specs[0])
                 if index + 1 < len(layers):
                     # Not before this layer starts: two layers' weights are gathered at a time.
                     after, x = lax.optimization_barrier((layers[index + 1], x))
-                    layers[index + 1] = self._gathered(after, specs[index + 1])
+                    layers[index + 1] = self._gathered_layer(after, specs[index + 1])
             layer = nnx.merge(self._layer, layers[index])
+            if not gather:
+                experts = self.shardings.expert_axes
+                layer.mlp.same_tokens_axis = tuple(n for n in experts if n in token_axes)
             if self.sharded and not gather:
                 use_sharded_weights(layer, self.shardings)
             if self._fuses_qkv:
@@ -229,6 +232,16 @@ class ServedModel:
     def _gathered(self, weights: Any, specs: Any) -> Any:
         """Weights all-gathered over the sequence axes."""
         return gather_weights(weights, specs, over=(), keep=self.shardings.tensor_axes)
+
+    def _gathered_layer(self, weights: Any, specs: Any) -> Any:
+        """The same for one layer's weights; experts are not gathered over their own axes."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, weight, spec: gather_weights(
+                weight, spec, over=(), keep=self.shardings.kept_axes(path)
+            ),
+            weights,
+            specs,
+        )
 
     def logits(self, weights: dict[str, Any], hidden: jax.Array) -> jax.Array:
         """Logits of all token ids, float32 ``[B, V]``, of hidden states ``[B, D]``."""

@@ -16,6 +16,9 @@ nothing.
 
 The tokens of a prompt differ between devices, so prefill gathers the weights of one layer at a
 time.
+
+Experts that an expert axis shards stay where they are in any case. In a decoding step the devices
+of the sequence axes have the same tokens: each computes those of its experts, and they all-reduce.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from burst_jax.models.decoder_layer import DecoderLayer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.models.weights import logical_axes
 from burst_jax.parallel.mesh import axes_size, restrict_spec
+from burst_jax.parallel.rules import LogicalAxes
 
 
 def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, shard: bool) -> P:
@@ -43,27 +47,33 @@ def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, sh
       shardings: of the decoder.
       shard: whether weights are sharded over the sequence axes, too.
     """
-    if not shard:
-        return restrict_spec(spec, shardings.tensor_axes)
     axes = logical_axes(path, shardings.config)
-    if "mlp" not in axes:
-        return restrict_spec(spec, (*shardings.tensor_axes, *shardings.token_axes))
-    return P(*(_hidden_axes(shardings) if name == "mlp" else None for name in axes))
+    entries: dict[str | None, Any] = {"mlp": shardings.tensor_axes}
+    if shard:
+        entries["mlp"] = _hidden_axes(axes, shardings)
+    if "expert" in axes:
+        entries["expert"] = shardings.expert_axes
+    elif not shard or "mlp" not in axes:
+        kept = shardings.token_axes if shard else ()
+        return restrict_spec(spec, (*shardings.tensor_axes, *kept))
+    return P(*(entries.get(name) or None for name in axes))
 
 
 def pad_hidden(path: tuple[Any, ...], weight: jax.Array, shardings: DecoderShardings) -> jax.Array:
     """A weight whose hidden features are zero-padded to a multiple of their devices."""
-    devices = axes_size(shardings.mesh, _hidden_axes(shardings))
+    axes = logical_axes(path, shardings.config)
+    devices = axes_size(shardings.mesh, _hidden_axes(axes, shardings))
     widths = [
         (0, -size % devices if name == "mlp" else 0)
-        for name, size in zip(logical_axes(path, shardings.config), weight.shape, strict=True)
+        for name, size in zip(axes, weight.shape, strict=True)
     ]
     return jnp.pad(weight, widths) if any(after for _, after in widths) else weight
 
 
-def _hidden_axes(shardings: DecoderShardings) -> tuple[str, ...]:
-    """The mesh axes that shard hidden features, the tensor axes outermost."""
-    return (*shardings.tensor_axes, *shardings.token_axes)
+def _hidden_axes(axes: LogicalAxes, shardings: DecoderShardings) -> tuple[str, ...]:
+    """The mesh axes that shard hidden features of a weight, the tensor axes outermost."""
+    found = (*shardings.tensor_axes, *shardings.token_axes)
+    return tuple(n for n in found if "expert" not in axes or n not in shardings.expert_axes)
 
 
 def use_sharded_weights(layer: DecoderLayer, shardings: DecoderShardings) -> None:
@@ -72,7 +82,7 @@ def use_sharded_weights(layer: DecoderLayer, shardings: DecoderShardings) -> Non
     for name in ("query", "key", "value", "out"):
         kind = _ShardedOutputs if name == "out" else _ShardedInputs
         setattr(attention, name, kind(getattr(attention, name), axes))
-    layer.mlp.hidden_axis = _hidden_axes(shardings)
+    layer.mlp.hidden_axis = _hidden_axes((), shardings)
 
 
 class _ShardedProjection(nnx.Module):

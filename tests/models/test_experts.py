@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxprs import count, equations
 from meshes import assert_close, make_mesh, mesh_of, random_like
 from split_runs import CONFIG as TRAINED
@@ -26,11 +27,14 @@ from burst_jax.models import (
     Lora,
     MixtureOfExperts,
     abstract_decoder,
+    expert_exchange,
     save_adapter,
 )
 from burst_jax.models.experts import Sums
 from burst_jax.models.feed_forward import GatedMLP
+from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.collectives import psum_manual
+from burst_jax.parallel.mesh import flat_names
 
 B, T, D, M = 2, 13, 16, 24
 CONFIG = DecoderConfig(
@@ -138,6 +142,75 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
     assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expert", "factor", "skewed"),
+    [
+        ({"fsdp": 2, "seq": 2, "tensor": 2}, ("seq", "fsdp"), 0.5, False),
+        pytest.param({"expert": 4, "seq": 2}, "expert", 0.5, True, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "seq": 3}, "seq", None, False, marks=pytest.mark.slow),
+        pytest.param({"seq": 6}, "seq", 1.5, True, marks=pytest.mark.slow),
+    ],
+)
+def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, skewed):
+    """In several rounds, with padding; skewed: two experts have all tokens, the others none."""
+    monkeypatch.setattr(expert_exchange, "_FEW", 0)
+    experts = Experts(24, 2, router_bias=True, capacity_factor=factor)
+    config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True)
+    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+    mesh = mesh_of(**sizes)
+    rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
+    layer.expert_axis, layer.hidden_axis = rules.expert, rules.tensor
+    graphdef, state = nnx.split(layer)
+    weights = flat_weights(jax.tree.map(lambda x: x / 4, random_like(state, 0)))
+    if skewed:
+        weights["router", "kernel"] *= 0
+        weights["router", "bias"] = jnp.zeros(24).at[jnp.array([7, 22])].set(9.0)
+    # Not gathered, unlike a decoder's.
+    whole = dataclasses.replace(rules, data=None, fsdp=None, seq=None)
+    specs = {path: whole.spec(config.feed_forward.weight_axes[path]) for path in weights}
+    over = rules.batch_axes + flat_names(rules.seq)
+    tokens = P(rules.batch_axes or None, rules.seq)
+    rng = np.random.default_rng(3)
+    x, cotangent = rng.standard_normal((2, 4, 18, D))
+    present = np.ones((4, 18), np.int32)
+    present[1, 5:] = 0
+    dscores, dz = rng.standard_normal(24), 0.3
+
+    def local(weights, x, present):
+        layer = nnx.merge(graphdef, with_weights(state, weights))
+        out, sums = layer.with_sums(x, present, keeps_products=True)
+        return out, tuple(jax.lax.psum(sums, over))
+
+    @quick_jit
+    def run(weights, x, present, cotangent):
+        specs_in = specs, tokens, tokens
+        feed_forward = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=(tokens, P()))
+        found, vjp = jax.vjp(lambda weights, x: feed_forward(weights, x, present), weights, x)
+        dsums = jnp.zeros(24), jnp.asarray(dscores, jnp.float32), jnp.float32(dz)
+        return found, *vjp((cotangent, dsums))
+
+    arrays = jnp.asarray(x, jnp.float32), jnp.asarray(present), jnp.asarray(cotangent, jnp.float32)
+    found, dweights, dx = jax.device_get(run(weights, *arrays))
+    want, (gradients, want_dx) = plain_model.gradients(
+        lambda weights, x: formula(weights, x, config, present),
+        (cotangent, (np.zeros(24), dscores, dz)),
+        nnx.to_pure_dict(with_weights(state, weights)),
+        x,
+    )
+    if skewed:
+        assert sorted(want[1][0]) == [0] * 22 + [59] * 2
+    wanted = {path: gradients[path[0]][path[1]] for path in dweights}
+    assert_close((found, dweights, dx), (want, wanted, want_dx), 1e-5)
+
+
+def test_a_round_has_all_rows_or_a_part():
+    sizes = expert_exchange.round_sizes
+    assert sizes(512, 8, 1.5) == (512, 0)
+    assert sizes(513, 8, 1.5) == (104, 32)
+    assert sizes(16384, 8, None) == sizes(16384, 2, 2.0) == (16384, 0)
+    assert sizes(8208, 2, 1.9) == (7800, 408)
+
+
 class OnAllTokens(MixtureOfExperts):
     """Each expert on all tokens, masked."""
 
@@ -159,16 +232,22 @@ MIXTURE = dataclasses.replace(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kind", "fields", "steps"),
+    ("sizes", "kind", "fields", "expert", "steps"),
     [
-        ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, 3),
-        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, 20, marks=pytest.mark.slow),
-        pytest.param((2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, 3, marks=pytest.mark.slow),
+        ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, "seq", 3),
+        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, None, 20, marks=pytest.mark.slow),
+        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, "data", 3, marks=pytest.mark.slow),
+        pytest.param(
+            (2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, "seq", 3, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_training_is_that_of_each_expert_on_all_tokens(sizes, kind, fields, steps):
+def test_training_is_that_of_each_expert_on_all_tokens(
+    monkeypatch, sizes, kind, fields, expert, steps
+):
+    monkeypatch.setattr(expert_exchange, "_FEW", 0)
     config = dataclasses.replace(MIXTURE, **fields)
-    got = losses(sizes, kind, steps=steps, config=config)
+    got = losses(sizes, kind, steps=steps, config=config, expert=expert)
     want = losses(ONE, steps=steps, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
     np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=2e-4)
@@ -196,9 +275,22 @@ def test_training_is_that_of_each_expert_on_all_tokens(sizes, kind, fields, step
             "feed_forward is MixtureOfExperts, experts None: use feed_forward=Mixture",
         ),
         (
-            lambda: ShardingRules.of(mesh_of(expert=2, seq=2)),
+            lambda: Experts(4, 2, capacity_factor=0.0),
+            ValueError,
+            "capacity_factor is 0.0: it must be positive.*or None",
+        ),
+        (
+            lambda: ShardingRules(expert=("seq", "tensor")),
             NotImplementedError,
-            "the mesh has an axis 'expert': expert parallelism is not implemented",
+            r"expert is \('seq', 'tensor'\), and tensor names 'tensor' too: experts can share devi",
+        ),
+        (
+            lambda: abstract_decoder(
+                dataclasses.replace(CONFIG, feed_forward=GatedMLP, experts=None),
+                rules=ShardingRules(expert="seq"),
+            ),
+            ValueError,
+            "expert is 'seq', and feed_forward GatedMLP has no weights with a dimension \"expert\"",
         ),
     ],
 )
@@ -217,12 +309,14 @@ def test_adapters_are_of_attention_and_the_router(tmp_path):
     config = dataclasses.replace(CONFIG, num_layers=2, lora=Lora(2))
     assert config.adapted == ("query", "key", "value", "out", "router")
     mesh = mesh_of(fsdp=2, seq=2)
-    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=ShardingRules.of(mesh))
+    config = dataclasses.replace(config, experts=Experts(6, 2))
+    rules = dataclasses.replace(ShardingRules.of(mesh), expert="seq")
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, rules=rules)
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
     assert sum(x.size for x in jax.tree.leaves(adapters)) == config.num_adapter_params
     specs = nnx.merge(graphdef, shapes).shardings(shapes).weight_specs(shapes)
     assert specs["layers"]["mlp"]["router"]["kernel_lora_a"].get_value() == jax.P(None, None, None)
     up = specs["layers"]["mlp"]["up"]["kernel"].get_value()
-    assert up == jax.P(None, None, ("fsdp", "seq"), None)
+    assert up == jax.P(None, ("seq",), ("fsdp",), None)
     with pytest.raises(NotImplementedError, match="adapter of the router, which peft does not"):
         save_adapter(nnx.merge(graphdef, random_like(shapes, 0)), tmp_path / "adapter")

@@ -255,7 +255,7 @@ MISTAKES = [
     (lambda: ShardingRules(stage=cast(Any, ("a", "b"))),
      r"ShardingRules' stage is \('a', 'b'\): it must be one mesh axis"),
     (lambda: ShardingRules().spec(("embed", "hats")),
-     r"'hats' is not a logical dimension name: use batch, tokens, embed, layers, heads"),
+     r"'hats' is not a logical dimension name: use batch, tokens, embed, expert, layers, heads"),
     (lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=cast(Any, "fsdp")),
      r"rules is a str: it must be a ShardingRules"),
     (lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), rules=ShardingRules(stage="s"), microbatches=0),

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of weights by permutes, compared with JAX's own collectives."""
+"""All-gather, reduce-scatter and all-to-all by permutes, compared with JAX's own collectives."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from burst_jax.parallel import collectives
 NAMES = [("a",), ("b",), ("a", "b"), ("b", "a")]
 
 
-def test_permutes_equal_collectives():
+def test_permutes_equal_collectives(monkeypatch):
     """Over one axis and two, in the mesh's order and the other one, along both dimensions."""
+    monkeypatch.setattr(collectives, "has_peer_copies", lambda: True)
     cases = list(itertools.product(NAMES, (0, 1)))
 
     def local(x):
         results = []
         for names, dim in cases:
+            parts = x.reshape(lax.axis_size(names), -1)
             by_permutes = (
                 collectives.gather_by_permutes(x, names, dim),
                 collectives.scatter_by_permutes(x, names, dim),
+                collectives.exchange(parts, names),
             )
             by_jax = (
                 lax.all_gather(x, names, axis=dim, tiled=True),
                 lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True),
+                lax.all_to_all(parts, names, 0, 0, tiled=True),
             )
             results.append((by_permutes, by_jax))
         return jax.tree.map(lambda x: x[None], results)
@@ -41,6 +45,7 @@ def test_permutes_equal_collectives():
     for case, (got, want) in zip(cases, jax.jit(run)(x), strict=True):
         np.testing.assert_array_equal(got[0], want[0], err_msg=str(case))
         np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6, err_msg=str(case))
+        np.testing.assert_array_equal(got[2], want[2], err_msg=str(case))
 
 
 @pytest.mark.parametrize("peer_copies", [False, True])

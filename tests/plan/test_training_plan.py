@@ -83,14 +83,17 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     tied = dataclasses.replace(TINY, tie_embeddings=True)
     cases = [(TINY, each) for each in list(meshes.values())[::4]]
     cases.append((tied, one(plan_of(tied, 256), ring=(8,), rows=1)))
-    experts = Experts(4, 2, shared_dim=16)
+    experts = Experts(8, 2, shared_dim=16)
     mixture = dataclasses.replace(TINY, feed_forward=MixtureOfExperts, experts=experts)
     planned = plan_of(mixture, 256)
     active = mixture.num_matmul_params
-    counted = f"{1e-9 * active:.3g} of {1e-9 * (active + 2 * 2 * 3 * 32 * 64):.3g} billion weights"
-    assert f"4 experts of 64, 2 per token and a shared one of 16 ({counted})" in str(planned)
+    counted = f"{1e-9 * active:.3g} of {1e-9 * (active + 2 * 6 * 3 * 32 * 64):.3g} billion weights"
+    assert f"8 experts of 64, 2 per token and a shared one of 16 ({counted})" in str(planned)
     assert {each.strategy.mlp_chunks for each in planned.estimates} == {1}
-    cases.append((mixture, one(planned, ring=(8,), rows=1)))
+    for expert in ((), ("seq",)):
+        cases.append((mixture, one(planned, ring=(8,), rows=1, expert=expert)))
+    flags = cases[-1][1].strategy.flags
+    assert run_options.parse_args(flags)[0].expert_axes == "seq"
     optimizer = make_optimizer(1e-3, 10)
     for config, each in cases:
         strategy = each.strategy

@@ -27,6 +27,7 @@ from served_models import (
     VOCAB,
     WINDOWS,
     WITH_BIASES,
+    WITH_EXPERTS,
     Watched,
     models,
     prompts_of,
@@ -50,7 +51,9 @@ from pallas_kernels.mosaic.sm80.decode import (
 )
 
 
-def case(sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, **config):
+def case(
+    sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, expert=None, **config
+):
     return locals()
 
 
@@ -64,6 +67,11 @@ CASES = [
         rope=YarnRope(10000.0, factor=4.0, old_positions=16),
     ),
     case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=26, split=True, **LIKE_GPT),
+    case({"data": 2, "seq": 2}, "zigzag", [13, 6], 3, expert=("seq", "data"), **WITH_EXPERTS),
+    case(
+        {"seq": 4, "tensor": 2}, "striped", [9], 3, split=True, expert="seq", **WITH_EXPERTS,
+        mlp_dim=50,
+    ),
 ]  # fmt: skip
 
 
@@ -89,10 +97,10 @@ def whole_attention(model, sequences):
     return np.asarray(logits(params))
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:1]))
+@pytest.mark.parametrize("case", in_tiers(CASES, case_id, [CASES[0], CASES[4]]))
 def test_each_step_equals_whole_attention(case):
     config = dataclasses.replace(CONFIG, **case["config"])
-    one, model = models(config, case["sizes"], case["layout"])
+    one, model = models(config, case["sizes"], case["layout"], case["expert"])
     batch, new, extend = len(case["lengths"]), case["new"], case["extend"]
     max_length = max(case["lengths"]) + 2 * new + (extend + 32 if extend else 0)
     server = Watched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig, LayerKind
+from burst_jax.models import Decoder, DecoderConfig, Experts, LayerKind, MixtureOfExperts
 from burst_jax.serving import Generator
 
 VOCAB = 48
@@ -26,13 +27,17 @@ LIKE_GEMMA = {
 }  # fmt: skip
 LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True}
 
+WITH_EXPERTS = {
+    "feed_forward": MixtureOfExperts, "experts": Experts(8, 2, shared_dim=8), "mlp_bias": True,
+    "num_layers": 1,
+}  # fmt: skip
 WITH_BIASES = {
     "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,
 }  # fmt: skip
 
 
-def models(config, sizes, layout):
-    """The same weights on one device and on a mesh."""
+def models(config, sizes, layout, expert=None):
+    """The same weights on one device and on a mesh, of which ``expert`` shards experts."""
     one = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), implementation="xla")
     rng = np.random.default_rng(0)
 
@@ -44,7 +49,7 @@ def models(config, sizes, layout):
 
     nnx.update(one, jax.tree_util.tree_map_with_path(drawn, nnx.state(one)))
     mesh = mesh_of(**sizes)
-    rules = ShardingRules.of(mesh)
+    rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
     options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}
     return one, one.with_attention(**options)
 

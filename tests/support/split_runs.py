@@ -76,14 +76,16 @@ def run(
     accumulate: int = 1,
     config: DecoderConfig = CONFIG,
     optimizer: Any = None,
+    expert: str | None = None,
     **options: Any,
 ) -> tuple[list[list[float]], Any, Any]:
     """``([[loss, gradient norm] of each step], weights, optimizer state)``.
 
-    The mesh has AXES of these sizes, see :func:`sized`; options are those of AdamW, the default.
+    The mesh has AXES of these sizes, see :func:`sized`, of which ``expert`` shards experts; options
+    are those of AdamW, the default.
     """
     mesh = sized(sizes, kind)
-    rules = rules_of(mesh)
+    rules = dataclasses.replace(rules_of(mesh), expert=expert)
     optimizer = optimizer or make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
     graphdef, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, layout="zigzag"

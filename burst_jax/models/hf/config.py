@@ -257,5 +257,6 @@ def _computation(config: DecoderConfig) -> DecoderConfig:
         mlp_chunks=1,
         hf_config=None,
         lora=None,
-        experts=experts and dataclasses.replace(experts, balance_loss=0.0, z_loss=0.0),
+        experts=experts
+        and dataclasses.replace(experts, balance_loss=0.0, z_loss=0.0, capacity_factor=None),
     )

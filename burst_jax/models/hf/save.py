@@ -26,6 +26,7 @@ from burst_jax.models.hf.files import INDEX, SINGLE, safetensors
 from burst_jax.models.hf.tensors import Weight, weights_of
 from burst_jax.models.lora import merge_lora
 from burst_jax.models.weights import flat_weights
+from burst_jax.parallel.mesh import flat_names
 from burst_jax.parallel.processes import by_first_process
 
 # A tensor or a part of one: (name, the weight, its index in the weight's leading dimensions).
@@ -274,29 +275,31 @@ def take_layer(
 
     With ``expert``, one expert of a layer of ``[L, E, ...]``.
 
-    A pipeline's stages shard the layers. The stage that has the layer sends it to the others, which
-    add zeros, so that no device holds a whole stack.
+    A pipeline's stages shard the layers, and an expert axis the experts. The device that has the
+    matrix sends it to the others, which add zeros, so that no device holds a whole stack.
     """
-    stages, *others = (*spec, *[None] * (weight.ndim - len(spec)))
+    axes = [*spec, *[None] * (weight.ndim - len(spec))]
+    count = 1 + len(expert)
+    over = flat_names(*axes[:count])
 
-    def take(part: jax.Array, layer: jax.Array, *expert: jax.Array) -> jax.Array:
-        if expert:
-            part = lax.dynamic_index_in_dim(part, expert[0], 1, keepdims=False)
-        if stages is None:
-            return lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)
-        index = layer - lax.axis_index(stages) * part.shape[0]
-        local = (index >= 0) & (index < part.shape[0])
-        index = jnp.clip(index, 0, part.shape[0] - 1)
-        taken = lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
+    def take(part: jax.Array, *where: jax.Array) -> jax.Array:
+        here: Any = True
+        for each, names in zip(where, axes, strict=False):
+            index = each - (lax.axis_index(names) * part.shape[0] if names else 0)
+            here = here & (index >= 0) & (index < part.shape[0])
+            index = jnp.clip(index, 0, part.shape[0] - 1)
+            part = lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
+        if not over:
+            return part
         # Bytes, because a floating point sum would turn -0.0 into 0.0.
-        sent = lax.bitcast_convert_type(taken, jnp.uint8)
-        sent = lax.psum(jnp.where(local, sent, jnp.zeros_like(sent)), stages)
-        return lax.bitcast_convert_type(sent, taken.dtype)
+        sent = lax.bitcast_convert_type(part, jnp.uint8)
+        sent = lax.psum(jnp.where(here, sent, jnp.zeros_like(sent)), over)
+        return lax.bitcast_convert_type(sent, part.dtype)
 
     run = jax.shard_map(
         take,
         mesh=mesh,
-        in_specs=(spec, *[PartitionSpec()] * (1 + len(expert))),
-        out_specs=PartitionSpec(*others[len(expert) :]),
+        in_specs=(spec, *[PartitionSpec()] * count),
+        out_specs=PartitionSpec(*axes[count:]),
     )
     return run(weight, layer, *expert)

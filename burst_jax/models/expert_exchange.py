@@ -1,0 +1,250 @@
+"""Expert parallelism: tokens are sent to the devices of their experts, and results back.
+
+With n devices along the expert axes, device p has experts ``p E/n`` to ``(p + 1) E/n - 1``. A
+device's rows, tokens sorted by expert, are n consecutive parts, one per device. Their sizes are
+known only at run time, and XLA needs static ones, so a round sends C rows of each part::
+
+    tokens [T, D] -> slots [n, C, D] -> all-to-all -> rows by expert [n C, D] -> experts
+                  -> slots [n, C, D] -> all-to-all -> tokens [T, D]
+
+C is ``capacity_factor`` times a part's mean size. If a part is larger, further rounds of C / 4 rows
+follow, until every device of the group has sent all: no token is dropped, and memory does not
+depend on the imbalance. The number of these rounds is known on the device only, so their loop
+waits for the host once, also if there are none. Without further rounds (C is at least the number of
+a device's rows, like in small batches) there is no such loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.models.expert_rows import Routes, copied, moved, summed
+from burst_jax.parallel.collectives import exchange
+from pallas_kernels.arrays import vary, varying_axes
+
+# (parameters, rows [R, D], their weights [R], expert of each row [R], sizes [E]) -> rows [R, D].
+Run = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# The parameters of a Run, tokens [T, D], and their experts' weights, float32 [T, k].
+Arrays = tuple[Any, jax.Array, jax.Array]
+# Slots of a round are a multiple of this number; up to _FEW in all, one round has all rows.
+_ALIGNMENT, _FEW = 8, 4096
+
+
+def round_sizes(rows: int, devices: int, factor: float | None) -> tuple[int, int]:
+    """``(first, further)``: how many rows a round sends to each device; further is 0 without any.
+
+    ``rows`` is the number of a device's rows, T k.
+    """
+    if factor is None or rows * devices <= _FEW:
+        return rows, 0
+    first = _aligned(factor * rows / devices)
+    return (rows, 0) if first >= rows else (first, min(_aligned(first / 4), rows - first))
+
+
+def _aligned(size: float) -> int:
+    return _ALIGNMENT * math.ceil(size / _ALIGNMENT)
+
+
+def owner_tables(
+    count: int, axes: tuple[str, ...], same: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(ids, group)`` of each expert, inside a ``shard_map`` over ``axes``.
+
+    ``group`` is the device's index along ``same``, the axes along which tokens are the same;
+    ``ids`` numbers the experts of a group, first by device along the other axes.
+    """
+    sizes = [lax.axis_size(name) for name in axes]
+    each = count // math.prod(sizes)
+    owner, within = np.divmod(np.arange(count, dtype=np.int32), np.int32(each))
+    at = dict(zip(axes, np.unravel_index(owner, sizes), strict=True))
+
+    def index(names: list[str]) -> np.ndarray:
+        found = np.zeros(count, np.int32)
+        for name in names:
+            found = found * lax.axis_size(name) + at[name]
+        return found.astype(np.int32)
+
+    sent = index([name for name in axes if name not in same])
+    return sent * np.int32(each) + within, index([name for name in axes if name in same])
+
+
+class _Parts(NamedTuple):
+    """The rows that devices send each other.
+
+    Attributes:
+      routes: of this device's assignments to the experts of all devices.
+      counts: int32 ``[n, E / n]``, rows from each device for each expert of this one.
+    """
+
+    routes: Routes
+    counts: jax.Array
+
+
+def run_exchanged(
+    run: Run,
+    arrays: Arrays,
+    routes: Routes,
+    *,
+    axes: tuple[str, ...],
+    factor: float | None,
+    meanwhile: Callable[[], Any],
+) -> tuple[jax.Array, Any]:
+    """The weighted sum of each token's experts, on the devices that have them.
+
+    Args:
+      run: computes rows of this device's experts.
+      arrays: this device's.
+      routes: of the assignments.
+      axes: the mesh axes over which tokens are exchanged.
+      factor: :attr:`burst_jax.models.Experts.capacity_factor`.
+      meanwhile: computes something else while tokens are sent.
+
+    Returns:
+      ``(out, other)``: float32 ``[T, D]``, and what ``meanwhile`` returned.
+    """
+    n = lax.axis_size(axes)
+    sizes = routes.sizes.reshape(n, -1)
+    counts = exchange(vary(sizes, frozenset(axes)), axes)
+    first, further = round_sizes(routes.ids.size, n, factor)
+    varying = varying_axes(arrays, routes) | frozenset(axes)
+    arrays, parts = vary((arrays, _Parts(routes, counts)), varying)
+    out, other = _round(run, axes, first, arrays, parts, np.int32(0), meanwhile)
+    if further:
+        most = lax.pmax(jnp.max(sizes.sum(1)), axes)
+        rounds = -(-jnp.maximum(most - first, 0) // further)
+        out = out + _further_rounds(run, axes, (first, further), arrays, parts, rounds)
+    return out, other
+
+
+def _round(
+    run: Run,
+    axes: tuple[str, ...],
+    capacity: int,
+    arrays: Arrays,
+    parts: _Parts,
+    start: Any,
+    meanwhile: Callable[[], Any] = lambda: None,
+) -> tuple[jax.Array, Any]:
+    """The experts' sums for rows ``start`` to ``start + capacity`` of each part, and the other."""
+    (parameters, tokens, weights), n = arrays, parts.counts.shape[0]
+    assignment, slot = _sent_slots(parts, capacity, start)
+    slot_of_row, row_of_slot, expert, sizes = _received_rows(parts, capacity, start)
+
+    def send(slots: jax.Array) -> jax.Array:
+        parts = slots.reshape(n, capacity, *slots.shape[1:])
+        return exchange(parts, axes).reshape(slots.shape)
+
+    received = send(copied(tokens, assignment, slot))
+    received_weights = send(moved(weights.reshape(-1), assignment, slot))
+    # XLA would compute the other as late as it can, when nothing is being sent.
+    received, other = lax.optimization_barrier((received, meanwhile()))
+    rows, row_weights = (moved(x, slot_of_row, row_of_slot) for x in (received, received_weights))
+    out = run(parameters, rows, row_weights, expert, sizes)
+    returned = send(moved(out, row_of_slot, slot_of_row))
+    return summed(moved(returned, slot, assignment), tokens.shape[0]), other
+
+
+def _sent_slots(parts: _Parts, capacity: int, start: Any) -> tuple[jax.Array, jax.Array]:
+    """The assignment of each slot ``[n C]``, and the slot of each assignment ``[T k]``.
+
+    Slots without a row, and rows of other rounds, have an index past the end.
+    """
+    routes, (n, each) = parts.routes, parts.counts.shape
+    total = routes.ids.size
+    sizes = routes.sizes.reshape(n, each).sum(1)
+    firsts = jnp.cumsum(sizes) - sizes
+    at = start + jnp.arange(capacity, dtype=jnp.int32)
+    rows = jnp.where(at < sizes[:, None], firsts[:, None] + at, total).reshape(-1)
+    assignment = routes.order.at[rows].get(mode="fill", fill_value=total)
+    device = routes.ids // each  # n for padding
+    at = routes.inverse - firsts.at[device].get(mode="clip") - start
+    here = (device < n) & (at >= 0) & (at < capacity)
+    return assignment, jnp.where(here, device * capacity + at, n * capacity)
+
+
+def _received_rows(
+    parts: _Parts, capacity: int, start: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """``(slot of each row, row of each slot, expert of each row, rows of each expert)``.
+
+    Rows ``[n C]`` are ordered by expert, then by the device they are from. Rows after the last
+    expert's, and slots without a row, have an index past the end.
+    """
+    n, each = parts.counts.shape
+    ends = jnp.cumsum(parts.counts, 1)
+    # What is in this round, per device and expert, relative to its start.
+    low, high = (jnp.clip(x - start, 0, capacity) for x in (ends - parts.counts, ends))
+    base = capacity * jnp.arange(n, dtype=jnp.int32)[:, None]
+    firsts, lasts, sizes = base + low, base + high, high - low
+    by_expert = jnp.cumsum(sizes.T.reshape(-1))
+    row_firsts = (by_expert - sizes.T.reshape(-1)).reshape(each, n).T
+    index = vary(jnp.arange(n * capacity, dtype=jnp.int32), varying_axes(parts))
+
+    def segment(last: jax.Array) -> jax.Array:
+        """The segment of each row or slot: the number of ends up to it."""
+        ended = vary(jnp.zeros((n * capacity,), jnp.int32), varying_axes(parts))
+        ended = ended.at[last].add(1, mode="drop")
+        return jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), n * each - 1)
+
+    of_row = segment(by_expert)
+    slots, starts = (x.T.reshape(-1)[of_row] for x in (firsts, row_firsts))
+    slot_of_row = jnp.where(index < by_expert[-1], slots + index - starts, n * capacity)
+    of_slot = segment(lasts.reshape(-1))
+    slots, starts = (x.reshape(-1)[of_slot] for x in (firsts, row_firsts))
+    ended = lasts.reshape(-1)[of_slot]
+    here = (index >= slots) & (index < ended)
+    row_of_slot = jnp.where(here, starts + index - slots, n * capacity)
+    return slot_of_row, row_of_slot, of_row // n, sizes.sum(0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _further_rounds(
+    run: Run,
+    axes: tuple[str, ...],
+    sizes: tuple[int, int],
+    arrays: Arrays,
+    parts: _Parts,
+    rounds: jax.Array,
+) -> jax.Array:
+    """The experts' sums for the rows after the first round's."""
+    first, further = sizes
+
+    def step(index: jax.Array, out: jax.Array) -> jax.Array:
+        return out + _round(run, axes, further, arrays, parts, first + index * further)[0]
+
+    out = jnp.zeros(arrays[1].shape, jnp.float32)
+    return lax.fori_loop(0, rounds, step, vary(out, varying_axes(arrays, parts)))
+
+
+def _further_forward(run: Run, axes: Any, sizes: Any, *inputs: Any) -> tuple[jax.Array, Any]:
+    return _further_rounds(run, axes, sizes, *inputs), inputs
+
+
+def _further_backward(
+    run: Run, axes: tuple[str, ...], sizes: tuple[int, int], residuals: Any, gradient: jax.Array
+) -> tuple[Any, ...]:
+    """Each round is computed again, and its gradients are added up in float32."""
+    (first, further), (arrays, parts, rounds) = sizes, residuals
+
+    def step(index: jax.Array, sums: Any) -> Any:
+        def rows(arrays: Arrays) -> jax.Array:
+            return _round(run, axes, further, arrays, parts, first + index * further)[0]
+
+        (found,) = jax.vjp(rows, arrays)[1](gradient)
+        return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, found)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)
+    zeros = vary(zeros, varying_axes(arrays, parts))
+    sums = lax.fori_loop(0, rounds, step, zeros)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, arrays), None, None
+
+
+_further_rounds.defvjp(_further_forward, _further_backward)

@@ -1,0 +1,85 @@
+"""Rows of tokens by expert: where tokens are sent, and the gathers that sort and return them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.arrays import vary, varying_axes
+
+
+class Routes(NamedTuple):
+    """Where n tokens are sent, k times each; row i of the sorted rows is of token order[i] // k.
+
+    Attributes:
+      ids: int32 ``[n k]``, the expert of each assignment, E for padding.
+      sorted_ids: int32 ``[n k]``, the same in ascending order.
+      order: int32 ``[n k]``, the index in ``ids`` of each sorted row.
+      inverse: int32 ``[n k]``, its inverse.
+      sizes: int32 ``[E]``, the number of rows of each expert.
+    """
+
+    ids: jax.Array
+    sorted_ids: jax.Array
+    order: jax.Array
+    inverse: jax.Array
+    sizes: jax.Array
+
+
+def routes_of(ids: jax.Array, count: int) -> Routes:
+    """The routes of assignments to ``count`` experts, ``ids`` int32 ``[n k]``."""
+    index = vary(jnp.arange(ids.size, dtype=jnp.int32), varying_axes(ids))
+    sorted_ids, order = lax.sort((ids, index), num_keys=1, is_stable=True)
+    _, inverse = lax.sort((order, index), num_keys=1)
+    ends = jnp.searchsorted(sorted_ids, jnp.arange(count, dtype=jnp.int32), side="right")
+    sizes = jnp.diff(ends.astype(jnp.int32), prepend=jnp.zeros((1,), jnp.int32))
+    return Routes(ids, sorted_ids, order, inverse, sizes)
+
+
+# Rows are gathered in both directions; JAX's own gradient would scatter and add. Indices past the
+# end stand for rows of zeros.
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """``x[index]``. ``inverse`` has the place of each row of ``x`` in the result."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+moved.defvjp(
+    lambda x, index, inverse: (moved(x, index, inverse), inverse),
+    lambda inverse, gradient: (gradient.at[inverse].get(mode="fill", fill_value=0), None, None),
+)
+
+
+@jax.custom_vjp
+def copied(tokens: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows of tokens ``[n, D]``, each of which has k copies: row i is token ``index[i] // k``."""
+    index = index // (inverse.shape[0] // tokens.shape[0])
+    return tokens.at[index].get(mode="fill", fill_value=0)
+
+
+def _copied_forward(
+    tokens: jax.Array, index: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # The empty residual carries the number of tokens.
+    return copied(tokens, index, inverse), (inverse, jnp.zeros((tokens.shape[0], 0)))
+
+
+def _copied_backward(
+    residuals: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None, None]:
+    inverse, empty = residuals
+    copies = gradient.at[inverse].get(mode="fill", fill_value=0)
+    return summed(copies, empty.shape[0]).astype(gradient.dtype), None, None
+
+
+copied.defvjp(_copied_forward, _copied_backward)
+
+
+def summed(copies: jax.Array, tokens: int) -> jax.Array:
+    """The sum of each token's copies, ``[n k, D]`` to float32 ``[n, D]``."""
+    return copies.reshape(tokens, -1, copies.shape[-1]).sum(1, dtype=jnp.float32)
