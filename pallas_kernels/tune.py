@@ -30,7 +30,12 @@ from pallas_kernels import (
 )
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
-from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig
+from pallas_kernels.mosaic.sm90.configs import (
+    SHARED_MEMORY,
+    WIDEST_NARROW_HEAD_DIM,
+    MosaicConfig,
+    wide_backward_config,
+)
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.timing import median_time, relative_error
 
@@ -85,6 +90,13 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
             if memory.nbytes <= SHARED_MEMORY:
                 yield config
         return
+    if max(head_dim, value_dim) > WIDEST_NARROW_HEAD_DIM:
+        shipped = wide_backward_config(head_dim, value_dim).block_kv
+        for block_kv, stages in itertools.product({64, shipped}, (2, 3)):
+            config = MosaicConfig(64, block_kv, stages, wide=True)
+            if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
+                yield config
+        return
     # Wider heads leave no registers for 128 queries.
     queries = (64, 128) if max(head_dim, value_dim) <= 64 else (64,)
     for block_q, stages, do_stages in itertools.product(queries, (2, 3, 4), (None, 2, 3)):
@@ -111,7 +123,7 @@ BACKENDS = {
         config={"forward": MosaicConfig, "backward": MosaicConfig},
         make=mosaic_sm90,
         space=mosaic_space,
-        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
+        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1]",
         entry="{kernel}_config({dim}): {name}{tiles}",
     ),
 }
