@@ -30,7 +30,13 @@ from pallas_kernels import (
 )
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
-from pallas_kernels.mosaic.sm90.configs import SHARED_MEMORY, MosaicConfig, moves_registers
+from pallas_kernels.mosaic.sm90.configs import (
+    SHARED_MEMORY,
+    WIDEST_NARROW_HEAD_DIM,
+    MosaicConfig,
+    moves_registers,
+    wide_backward_config,
+)
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.timing import median_time, relative_error
 
@@ -95,6 +101,13 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
             if memory.nbytes <= SHARED_MEMORY:
                 yield config
         return
+    if max(head_dim, value_dim) > WIDEST_NARROW_HEAD_DIM:
+        shipped = wide_backward_config(head_dim, value_dim).block_kv
+        for block_kv, stages in itertools.product({64, shipped}, (2, 3)):
+            config = MosaicConfig(64, block_kv, stages, wide=True)
+            if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
+                yield config
+        return
     # Wider heads leave no registers for 128 queries.
     queries = (64, 128) if max(head_dim, value_dim) <= 64 else (64,)
     counts = (2, 3, 4) if producer else (3, 4)
@@ -122,7 +135,7 @@ BACKENDS = {
         config={"forward": mosaic_config, "backward": mosaic_config},
         make=mosaic_sm90,
         space=mosaic_space,
-        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2]",
+        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1]",
         entry="{kernel}_config({dim}): {name}{tiles}",
     ),
 }

@@ -80,10 +80,15 @@ CALLS = [
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
         {"mods": "added+mask"},
     )),
+    # Above 128: keys of their own for each consumer, then shared ones.
+    ("backward", 192, LAST | {"value_dim": 128}), ("backward", 192, BOTH | {"value_dim": 128}),
+    ("backward", 192, FULL), ("backward", 256, {}), ("backward", 256, FULL),
 ]  # fmt: skip
 
 
 # Bytes of stack: registers that are stored and loaded once per work tile, not in a loop over tiles.
+# Above head dim 128 dK and dV take 128 or 160 of 240 registers, and steps load some, too: scalars
+# like bounds and counters.
 STACK = {
     ("forward", 128): {"full+cluster": 8},
     ("backward", 128): {"added+mask": 8},
@@ -91,6 +96,8 @@ STACK = {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,
     },
+    ("backward", 192): {"no_carried+rounded+128": 96, "numbers+segments+128": 208},
+    ("backward", 256): {"causal": 64, "full": 72},
 }  # fmt: skip
 
 

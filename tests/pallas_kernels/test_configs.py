@@ -56,6 +56,14 @@ SPEC = AttentionSpec.of
             lambda: MosaicConfig(128, 128, 2, cluster=2, producer_warpgroup=False),
             "cluster is 2: without a producer warpgroup it must be 1",
         ),
+        (
+            lambda: MosaicConfig(64, 128, 2, wide=True, producer_warpgroup=False),
+            "wide is True: it needs a producer warpgroup",
+        ),
+        (
+            lambda: MosaicConfig(128, 64, 2, wide=True),
+            "block_q is 128: where wide is True it must be 64",
+        ),
         (lambda: sm80.ForwardConfig(96, 64), "block_q is 96: it must be a multiple of 64"),
         (lambda: sm80.ForwardConfig(128, 16), "block_kv is 16: it must be a multiple of 32"),
         (lambda: sm80.BackwardConfig(96, 128), "block_q is 96: it must be a multiple of 64"),
@@ -78,6 +86,10 @@ def test_sm90_kernels_reject_tiles_that_they_do_not_support():
     for config, message in (
         (MosaicConfig(64, 256, 2), "block_kv is 256: the backward kernel supports 128"),
         (MosaicConfig(64, 128, 2, cluster=2), "cluster is 2: the backward kernel supports 1"),
+        (
+            MosaicConfig(64, 128, 2, wide=True),
+            r"wide is True: with head dims \(64, 64\) the backward kernel needs False",
+        ),
         (
             MosaicConfig(64, 128, 2, producer_warpgroup=False),
             "stages is 2: without a producer warpgroup the backward kernel needs 3",
@@ -106,6 +118,18 @@ def test_sm90_forward_tiles_fit(out_dtype):
         assert dim % sm90.result_lanes(dim, out_dtype == jnp.float32) == 0
         assert sm90.result_lanes(dim, out_dtype == jnp.float32) % lanes == 0
         assert lanes <= 64
+
+
+def test_sm90_backward_tiles_of_wide_heads_fit():
+    for dims in sm90.WIDE_HEAD_DIMS:
+        config = sm90.wide_backward_config(*dims)
+        for in_fixed_point in (False, True):
+            memory = BackwardMemory.of(config, dims[0], jnp.bfloat16, dims[1], in_fixed_point)
+            assert memory.nbytes <= sm90.SHARED_MEMORY
+        # Both are tiled in swizzled memory as their products read them.
+        widths = sm90.dq_widths(config, dims[0])
+        assert sum(widths) == dims[0] // 2
+        assert all(x % sm90.staging_lanes(config, dims[0]) == 0 for x in widths)
 
 
 @pytest.mark.parametrize(

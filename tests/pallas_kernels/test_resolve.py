@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import warnings
 from typing import Any
@@ -34,6 +35,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.device import Target
 from pallas_kernels.mosaic.sm80 import implementation as sm80
+from pallas_kernels.mosaic.sm90 import configs
 
 
 def choose(
@@ -91,13 +93,11 @@ def test_resolve():
         (None, 8.0, {"dim": 40}, MOSAIC_SM80),
         (None, 8.0, {"backward": True, "dim": 320}, XLA),
         (None, 9.0, {"backward": True, "dim": 128}, MOSAIC_SM90),
-        (None, 9.0, {"backward": True, "dim": 256}, MOSAIC_SM80),
         (None, 9.0, {"dim": 40, "backward": True}, MOSAIC_SM90),
         (None, 9.0, {"lengths": (63, 65)}, MOSAIC_SM90),
         (None, 9.0, {"deterministic": True}, REPRODUCIBLE_SM90),
         (None, 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
         ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True}, REPRODUCIBLE_SM90),
-        (None, 9.0, {"backward": True, "deterministic": True, "dim": 256}, REPRODUCIBLE),
         (None, 9.0, {"backward": True, "deterministic": True, "spec": BENT}, REPRODUCIBLE),
         (None, 9.0, {"backward": True, "deterministic": True, "spec": ADDED}, REPRODUCIBLE_SM90),
         (None, 9.0, {"deterministic": True, "spec": BENT}, REPRODUCIBLE_SM90),
@@ -119,8 +119,6 @@ def test_resolve():
          "'xla' .* no backward pass; use None or 'xla' where gradients"),
         ("mosaic_sm90", 9.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
         ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
-        ("mosaic_sm90", 9.0, {"dim": 256, "backward": True}, "dim is 256; it supports 128 at"),
-        ("mosaic_sm90", 9.0, {"dim": 192, "value_dim": 128, "backward": True}, "head dim is 192"),
         ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True, "spec": BENT},
          "deterministic is True, and the derivative .* use None, 'mosaic_sm80' or 'xla'"),
         ("mosaic_sm90", None, {"platform": "cpu"}, r"9.0 \(Hopper\), the arrays are on 'cpu'; use"),
@@ -138,6 +136,25 @@ def test_what_an_implementation_does_not_support(name, capability, options, mess
     with pytest.raises(NotImplementedError, match=f"cannot run: .*{message}|{message}"):
         choose(name, capability, **options)
     assert choose(None, capability, **options).name != name
+
+
+def test_wide_heads_need_registers_that_move(monkeypatch):
+    """On Hopper, for the backward."""
+    wide: Any = [{"dim": 256}, {"dim": 192, "value_dim": 128}, {"dim": 144}]
+    moved, equal = (MOSAIC_SM90, REPRODUCIBLE_SM90), (MOSAIC_SM80, REPRODUCIBLE)
+    values: Any = {"dim": 64, "value_dim": 256, "backward": True}
+    for since, kernels, message in (
+        ((99,), moved, "values is 256 and that of keys 64; .* values above 128 if keys are, too"),
+        ((0,), equal, "dim is 256, and with JAX .* equal numbers .* supports 128 at most; use"),
+    ):
+        monkeypatch.setattr(configs, "EQUAL_REGISTERS_SINCE", since)
+        for dims, deterministic in itertools.product(wide, (False, True)):
+            chosen = choose(None, 9.0, backward=True, deterministic=deterministic, **dims)
+            assert chosen is kernels[deterministic]
+            assert choose(None, 9.0, **dims) is MOSAIC_SM90
+        assert choose(None, 9.0, **values) is MOSAIC_SM80
+        with pytest.raises(NotImplementedError, match=f"cannot run: the head .*{message}"):
+            choose("mosaic_sm90", 9.0, **values)
 
 
 def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hopper():

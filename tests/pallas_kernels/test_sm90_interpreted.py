@@ -45,6 +45,12 @@ SHARED_LARGE = mosaic_sm90(
     MosaicConfig(128, 64, 3, producer_warpgroup=False),
     MosaicConfig(128, 128, 3, do_stages=2, producer_warpgroup=False),
 )
+# Head dims above 128: consumers with keys of their own, and with keys that they share.
+LATENT, LATENT_DETERMINISTIC, WIDE, WIDE_DETERMINISTIC = (
+    mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, keys, 2, wide=True), deterministic)
+    for keys in (128, 64)
+    for deterministic in (False, True)
+)
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (
     mosaic_sm90(MosaicConfig(128, 64, 2), config, deterministic=True)
@@ -87,6 +93,10 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (256, 256), 32, "float16", "both",
         table=(128, 64, False),
     ),
+    "latent": a_case(
+        "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
+    ),
+    "wide": a_case("packed_window_cap", "striped", 1, (1, 1), (72, 136), 192, "bfloat16", "slopes"),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -94,9 +104,18 @@ CASES = {
 }  # fmt: skip
 # Cases that run without a producer warpgroup only.
 WITHOUT = "slopes", "block_mask", "cap", "shared_block_mask", "shuffled"
+WIDE_HEADS = "latent", "wide"
 LARGE_TILES = "plain", "float16"
 RUNS = [
-    *((name, KERNELS) for name in CASES if name not in (*WITHOUT, *LARGE_TILES, "shipped")),
+    *(
+        (name, KERNELS)
+        for name in CASES
+        if name not in (*WITHOUT, *WIDE_HEADS, *LARGE_TILES, "shipped")
+    ),
+    ("latent", LATENT),
+    ("latent", LATENT_DETERMINISTIC),
+    ("wide", WIDE),
+    ("wide", WIDE_DETERMINISTIC),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
     *((name, SHARED_LARGE) for name in LARGE_TILES),
@@ -107,6 +126,8 @@ RUNS = [
 ]
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
 SUFFIXES = {
+    LATENT_DETERMINISTIC: "-deterministic",
+    WIDE_DETERMINISTIC: "-deterministic",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
@@ -207,15 +228,6 @@ def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
     truth = quick_jit(functools.partial(local.backward, REFERENCE, spec=inputs.spec))(*call)
     for got, wanted, before in zip(results[0], (truth[0], *truth[1]), given, strict=True):
         assert compare.errors(got - before, wanted)[1] < compare.RELATIVE_RMS["bfloat16"]
-
-
-@needs_interpreter
-@slow
-def test_forward_of_latent_attention():
-    """DeepSeek's head dims. Their backward does not fit: it has no kernel to test."""
-    inputs = inputs_of({**PLAIN, "lengths": (72, 136), "head_dim": 192, "value_dim": 128})
-    for x, y in zip(interpret_forward(inputs), reference_forward(inputs), strict=True):
-        assert compare.errors(x, y)[1] < compare.RELATIVE_RMS["bfloat16"]
 
 
 @needs_interpreter

@@ -37,7 +37,9 @@ def test_spaces_hold_what_ships():
         for kernel in ("forward", "backward"):
             if kernel == "forward" or max(dims) <= 128:
                 config = getattr(mosaic_configs, f"{kernel}_config")(max(dims))
-                assert tune.as_entry(config) in entries(tune.mosaic_space(kernel, *dims))
+            else:
+                config = mosaic_configs.wide_backward_config(*dims)
+            assert tune.as_entry(config) in entries(tune.mosaic_space(kernel, *dims))
 
 
 @pytest.fixture(params=[True, False], ids=["producer", "no-producer"])
@@ -185,7 +187,7 @@ class TestSearch:
              ["entry: backward_config(192, Hv = 128): BackwardConfig(64, 128, 1)"]),
             ("--kernels forward --configs 128,64,3 128,64,2",
              ["forward: 1 configs run, 1 failed\n  failed (128, 64, 3): it is wrong"]),
-            ("--shape 1 64 2 2 256 --kernels forward",  # without a backward kernel
+            ("--shape 1 64 2 2 256 --kernels forward",
              ["entry: forward_config(256): MosaicConfig(128, 64, 2)"]),
         ],
         ids=["default", "value_dim", "sm80", "configs", "wide"],
@@ -202,7 +204,7 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
-            ("--shape 1 64 2 2 256", "the head dim is 256"),
+            ("--shape 1 64 2 2 320", "the head dim is 320"),
             (
                 "--shape 1 64 2 2 320 --kernels forward",
                 "it supports 256 at most; or see --implementation",

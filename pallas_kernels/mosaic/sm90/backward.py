@@ -13,7 +13,8 @@ in register order (:func:`pallas_kernels.mosaic.sm90.instructions.add_in_registe
 heads have tiles of 64 queries. There each warpgroup computes half the lanes, which TMA adds to a
 row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mosaic.sm90.dq`).
 
-A consumer's loop step is in ``backward_step.py``, scores and their gradients in
+A consumer's loop step is in ``backward_step.py``, that of head dims above 128, with other tiles, in
+``wide_step.py``, scores and their gradients in
 ``backward_scores.py``, writes to global memory in ``backward_epilogue.py``.
 """
 
@@ -40,12 +41,14 @@ from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
-from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step
+from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step, wide_step
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
+    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
+    wide_backward_config,
 )
 from pallas_kernels.mosaic.sm90.dq import backward_static, shipped_config
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
@@ -89,8 +92,15 @@ def backward(
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
     keys = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
-    if config.block_kv != keys:
-        raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {keys}")
+    dims = static.head_dim, static.value_dim
+    if config.wide != (max(dims) > WIDEST_NARROW_HEAD_DIM):
+        raise ValueError(
+            f"wide is {config.wide}: with head dims {dims} the backward kernel needs "
+            f"{not config.wide}"
+        )
+    shipped = wide_backward_config(*dims).block_kv if config.wide else keys
+    if config.block_kv != shipped and not config.shares_keys:
+        raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
     if config.stages == 2 and not config.producer_warpgroup:
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
     if config.cluster != 1:
@@ -110,7 +120,7 @@ def backward(
     q_bases = None
     if static.bias_is_affine:
         q_bases, lse = _bases_and_lse(static, inputs, lse)
-    by_key = (static.batch, static.heads, static.kv_tiles * config.block_kv)
+    by_key = (static.batch, static.heads, static.kv_tiles * keys)
     per_head_sums = {
         name: depending_on(jnp.zeros(by_key, jnp.float32), lse)
         for name in spec.score.differentiated
@@ -233,13 +243,18 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
             if is_early == early:
                 producer.advance(operand, step - work.steps_before, masked)
 
+    run_step = wide_step.step if static.config.wide else backward_step.step
     masked_step, full_step = (
-        functools.partial(backward_step.step, consumer, m, functools.partial(copy_ahead, m))
+        functools.partial(run_step, consumer, m, functools.partial(copy_ahead, m))
         for m in (True, False)
     )
     state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
-    dq = backward_step.last_dq(consumer, lane)
+    dq = None
+    if static.config.wide:
+        wide_step.add_last_dq(consumer, state)
+    else:
+        dq = backward_step.last_dq(consumer, lane)
     plgpu.barrier_arrive(refs.barriers.kv_free)
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)
@@ -248,6 +263,8 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     buffer = backward_epilogue.ds_buffer(static, consumer.end)
     backward_epilogue.write_dkv(static, refs, warpgroup, kv_tile, buffer, state.dk, state.dv)
     work.start_next()
+    if dq is None:
+        return
     factors = backward_epilogue.load_dq_factors(static, refs, warpgroup, q_tile)
     backward_epilogue.add_dq(static, refs, warpgroup, q_tile, dq, factors)
 

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.fragments import (
 )
 from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
-from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
+from pallas_kernels.mosaic.sm90.configs import BACKWARD_WARPGROUPS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
@@ -37,6 +37,7 @@ def add_dq(
     dq: jax.Array,
     factors: jax.Array | None,
     predicate: Any = None,
+    first: int = 0,
 ) -> None:
     """Adds a warpgroup's part of a query tile's dQ to global memory.
 
@@ -45,9 +46,10 @@ def add_dq(
       refs: the kernel's references.
       warpgroup: index of the warpgroup.
       at: coordinates of the query tile; -1 is no tile.
-      dq: float32, of the shape :attr:`BackwardStatic.dq_part`.
+      dq: float32, of the shape :attr:`BackwardStatic.dq_part`, or some of its lanes.
       factors: of :func:`load_dq_factors`.
       predicate: whether there is a tile; None: there is.
+      first: the first of the warpgroup's lanes that ``dq`` has.
     """
     staging, total = refs.memory.staging.at[warpgroup], refs.results.dq
     by_rows, block_q = static.config.dq_by_rows, static.config.block_q
@@ -59,12 +61,17 @@ def add_dq(
         target = total.at[at.batch, at.head, at.tile, warpgroup]
         instructions.add_in_register_order(target, staging, dq, at.tile)
         return
-    staging[...] = dq
-    plgpu.commit_smem()
     queries = pl.ds(at.tile * block_q, block_q)
-    lanes = pl.ds(static.first_lane(warpgroup), static.half_dim)
-    target = total.at[at.batch, queries, at.head, lanes]
-    plgpu.copy_smem_to_gmem(staging, target, predicate=predicate, reduction_op="add")
+    width = min(static.staging_lanes, dq.shape[1])
+    for part in range(0, dq.shape[1], width):
+        if part:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        here = staging.at[:, :width]
+        here[...] = dq[:, part : part + width]
+        plgpu.commit_smem()
+        lanes = pl.ds(static.first_lane(warpgroup) + first + part, width)
+        target = total.at[at.batch, queries, at.head, lanes]
+        plgpu.copy_smem_to_gmem(here, target, predicate=predicate, reduction_op="add")
 
 
 def load_dq_factors(
@@ -94,7 +101,7 @@ def add_per_head_sums(consumer: Consumer, at: StepTile, ds: jax.Array) -> None:
     """
     static, refs, work = consumer.static, consumer.refs, consumer.work
     parts = consumer.tile(at).per_head_gradients(ds)
-    first = work.tile * static.config.block_kv + at.warpgroup * WARPGROUP_ROWS
+    first = work.tile * (BACKWARD_WARPGROUPS * WARPGROUP_ROWS) + at.warpgroup * WARPGROUP_ROWS
     keys = pl.ds(first, WARPGROUP_ROWS)
     layout = ScratchLayout.of(static.config)
     staging = refs.memory.scratch.at[layout.per_head_sums(at.warpgroup)]
@@ -131,8 +138,9 @@ def write_dkv(
       warpgroup: index of the warpgroup.
       at: coordinates of the KV tile.
       buffer: index of a dS buffer that no product reads any more.
-      dk: float32 ``[64, H]``, not yet scaled unless :attr:`BackwardStatic.scale_in_ds`.
-      dv: float32 ``[64, Hv]``.
+      dk: float32, ``dk`` of the loop's state, not yet scaled unless
+        :attr:`BackwardStatic.scale_in_ds`.
+      dv: float32, ``dv`` of the loop's state.
     """
     width = static.dkv_lanes
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
@@ -147,7 +155,7 @@ def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work
     """Writes dK and dV of a work tile whose keys no query attends to."""
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
     buffer = ds_buffer(static, work.steps_before)
-    for target, dim in ((refs.results.dk, static.head_dim), (refs.results.dv, static.value_dim)):
+    for target, dim in zip((refs.results.dk, refs.results.dv), static.dkv_dims, strict=True):
         for first in range(0, dim, width):
             zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
@@ -178,22 +186,23 @@ def _write_lanes(
     A rounded part is staged in the warpgroup's rows of a dS buffer, which has the same dtype. The
     shipped tiles leave no shared memory for a buffer of its own.
     """
-    start = at.tile * static.config.block_kv + optimization_barrier(warpgroup) * WARPGROUP_ROWS
-    keys = pl.ds(start, WARPGROUP_ROWS)
+    start = at.tile * static.config.block_kv + static.first_key(optimization_barrier(warpgroup))
+    keys, width = pl.ds(start, WARPGROUP_ROWS), static.dkv_lanes
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if static.rounds_dkv:
         rows = pl.ds(optimization_barrier(warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS)
         staging = refs.memory.ds.at[buffer, 0, rows]
     else:
-        staging = refs.memory.staging.at[warpgroup, :WARPGROUP_ROWS]
+        staging = refs.memory.staging.at[warpgroup, :WARPGROUP_ROWS, :width]
     part = part.astype(static.dkv_dtype)
     if static.written_dkv_dtype != static.dkv_dtype:
         part = lax.bitcast_convert_type(part, static.written_dkv_dtype)
     staging[...] = part
     plgpu.commit_smem()
-    lanes = pl.ds(first, static.dkv_lanes)
+    if static.config.shares_keys:
+        first = optimization_barrier(warpgroup) * (target.shape[3] // BACKWARD_WARPGROUPS) + first
     plgpu.copy_smem_to_gmem(
         staging,
-        target.at[at.batch, keys, at.head, lanes],
+        target.at[at.batch, keys, at.head, pl.ds(first, width)],
         reduction_op="add" if static.adds_dkv else None,
     )

@@ -47,11 +47,13 @@ class StepTile(NamedTuple):
       warpgroup: index of the warpgroup, which determines the keys; recomputed in every step.
       q_tile: query tile.
       head: query head.
+      query: the first query in the query tile.
     """
 
     warpgroup: Any
     q_tile: Any
     head: Any
+    query: Any = 0
 
 
 class Consumer(NamedTuple):
@@ -102,17 +104,18 @@ class Consumer(NamedTuple):
         """
         static = self.static
         index = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
-        first = self.work.tile * static.config.block_kv + warpgroup * WARPGROUP_ROWS
+        first = self.work.tile * static.config.block_kv + static.first_key(warpgroup)
         return jnp.where(index < static.kv_length - first, 0.0, -jnp.inf)
 
     def tile(self, at: StepTile, work: TileCoordinates | None = None) -> ScoreTile:
         """A step's tile of scores; ``work``: the work tile if it is recomputed."""
         config = self.static.config
         batch, tile = (work or self.work).batch, (work or self.work).tile
-        first_key = tile * config.block_kv + at.warpgroup * WARPGROUP_ROWS
+        first_key = tile * config.block_kv + self.static.first_key(at.warpgroup)
         return ScoreTile(
-            self.static, self.refs.inputs.scores, LAYOUTS, (WARPGROUP_ROWS, config.block_q),
-            batch, at.head, at.q_tile * config.block_q, first_key, transposed=True,
+            self.static, self.refs.inputs.scores, LAYOUTS,
+            (WARPGROUP_ROWS, self.static.score_queries),
+            batch, at.head, at.q_tile * config.block_q + at.query, first_key, transposed=True,
             kept=self.kept,
         )  # fmt: skip
 
@@ -283,7 +286,7 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
 def _barrier(scores: jax.Array, at: StepTile) -> tuple[jax.Array, StepTile]:
     """Both behind one :func:`optimization_barrier`."""
     scores, q_tile, warpgroup, head = optimization_barrier(scores, at.q_tile, at.warpgroup, at.head)
-    return scores, StepTile(warpgroup, q_tile, head)
+    return scores, StepTile(warpgroup, q_tile, head, at.query)
 
 
 def logit_gradients(

@@ -45,7 +45,8 @@ class State(NamedTuple):
     """A consumer's loop state. dQ of the last step has not been computed yet.
 
     Attributes:
-      dk: float32 ``[64, H]``, the sum over the steps so far.
+      dk: float32 ``[64, H]``, the sum over the steps so far; half of the lanes if the consumers
+        share keys.
       dv: float32 ``[64, Hv]``, the same.
       q_tile: the last step's query tile; -1 before the first step.
       head: the last step's query head.
@@ -60,13 +61,13 @@ class State(NamedTuple):
     def zeros(cls, static: BackwardStatic) -> State:
         """Before the first step."""
         # With equal head dims, dk and dv start from the same zeros.
-        dims = static.head_dim, static.value_dim
+        dims = static.dkv_dims
         zeros = {dim: constant((WARPGROUP_ROWS, dim), 0, TILE) for dim in dict.fromkeys(dims)}
         dk, dv = (zeros[dim] for dim in dims)
         return cls(dk, dv, i32(-1), i32(0))
 
 
-class _StepData(NamedTuple):
+class StepData(NamedTuple):
     """What a step works on, and where it is in shared memory.
 
     Attributes:
@@ -86,7 +87,7 @@ class _StepData(NamedTuple):
     keys: Any
 
     @classmethod
-    def of(cls, consumer: Consumer, step: Any) -> _StepData:
+    def of(cls, consumer: Consumer, step: Any) -> StepData:
         """Of a step whose queries have arrived."""
         stage, do_stage = consumer.stage(step), consumer.do_stage(step)
         static = consumer.static
@@ -96,7 +97,12 @@ class _StepData(NamedTuple):
         warpgroup = optimization_barrier(consumer.warpgroup)
         scratch = consumer.refs.memory.scratch
         at = StepTile(warpgroup, *read_tile_and_head(static, scratch, stage))
-        keys = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        first_key = static.first_key(warpgroup)
+        if static.config.shares_keys:
+            # So are addresses in memory that is the same in all steps: this is 0.
+            ds = jnp.minimum(warpgroup, 0)
+            first_key = ds * WARPGROUP_ROWS
+        keys = pl.ds(first_key, WARPGROUP_ROWS)
         return cls(stage, do_stage, ds, earlier_ds, at, keys)
 
 
@@ -114,8 +120,9 @@ def step(
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
-    refs, data = consumer.refs, _StepData.of(consumer, step)
-    p, ds = _weights_and_gradients(consumer, masked, step, data, copy_ahead)
+    refs, data = consumer.refs, StepData.of(consumer, step)
+    early = functools.partial(copy_ahead, step, True)
+    p, ds = weights_and_gradients(consumer, masked, step, data, early)
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
@@ -141,37 +148,60 @@ def step(
     return _add_products(consumer, data, state, p, ds, copy)
 
 
-def _weights_and_gradients(
-    consumer: Consumer, masked: bool, step: Any, data: _StepData,
-    copy_ahead: Callable[[Any, bool], None],
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """``(P, dS)``, ``[64, block_q]``, in the inputs' dtype; P after dropout."""
+def weights_and_gradients(
+    consumer: Consumer,
+    masked: bool,
+    step: Any,
+    data: StepData,
+    also: Callable[[], None],
+    *,
+    running: int = 0,
+    first: bool = True,
+    last: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """``(P, dS)``, ``[64, score_queries]``, in the inputs' dtype; P after dropout.
+
+    Args:
+      consumer: the keys.
+      masked: whether any of the scores may be masked.
+      step: the step, counted over all work tiles of the CTA.
+      data: of the step; ``data.at.query`` selects the queries.
+      also: called when the products of the scores and of dP have been issued.
+      running: number of products that ``also`` issues.
+      first: whether these are the step's first scores, which wait for its dO.
+      last: whether these are the step's last scores, which wait for the next step's queries.
+    """
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
-    accumulator = plgpu.ACC((WARPGROUP_ROWS, consumer.static.config.block_q), jnp.float32)
+    shape = WARPGROUP_ROWS, consumer.static.score_queries
+    accumulator = plgpu.ACC(shape, jnp.float32)
+    queries = slice(None)
+    if shape[1] < consumer.static.config.block_q:
+        queries = pl.ds(data.at.query, shape[1])
 
     def with_scores(scores_ref):
-        queries = memory.q.at[data.stage].transpose((1, 0))
-        plgpu.wgmma(scores_ref, memory.k.at[data.keys], queries)
+        q = memory.q.at[data.stage, queries].transpose((1, 0))
+        plgpu.wgmma(scores_ref, memory.k.at[data.keys], q)
         if consumer.static.spec.score.has_derivative:
             # P, its derivative and dP would fill the registers: dP is computed once the two others
             # have become one.
             weights = _weights_with_derivative(consumer, masked, data, scores_ref)
             return pl.run_scoped(functools.partial(with_derivative, weights), accumulator)
-        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        if first:
+            plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
         # This accumulator is allocated after the wait: then ptxas, at least in a first loop, lets
         # the product start from zero, and writes no zeros to 32 registers.
         return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
 
     def with_dp(scores_ref, dp_ref):
-        do = memory.do.at[data.do_stage].transpose((1, 0))
+        do = memory.do.at[data.do_stage, queries].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        if consumer.static.do_follows_queries:
+        if last and consumer.static.do_follows_queries:
             wait_for_queries(consumer, step + 1)
-        copy_ahead(step, True)
-        p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1)
-        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        also()
+        p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1 + running)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
         dp, p = optimization_barrier(dp, p)
-        if not consumer.static.do_follows_queries:
+        if last and not consumer.static.do_follows_queries:
             wait_for_queries(consumer, step + 1)
         return _gradients(consumer, data, p, dp, lse)
 
@@ -180,7 +210,7 @@ def _weights_and_gradients(
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         wait_for_queries(consumer, step + 1)
-        copy_ahead(step, True)
+        also()
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         return _gradients_with_derivative(consumer, data, weights, dp)
 
@@ -188,9 +218,9 @@ def _weights_and_gradients(
 
 
 def _weights(
-    consumer: Consumer, masked: bool, data: _StepData, scores_ref: Any, wait_n: int
+    consumer: Consumer, masked: bool, data: StepData, scores_ref: Any, wait_n: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """``(P, lse, derivative)``, float32 ``[64, block_q]``; the derivative of :func:`tile_scores`.
+    """``(P, lse, derivative)``, float32 ``[64, score_queries]``; derivative: :func:`tile_scores`.
 
     ``wait_n`` products that were issued later may still be running.
     """
@@ -202,7 +232,8 @@ def _weights(
     products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=wait_n)
     scores, derivative = tile_scores(consumer, data.at, products)
     # lse is loaded before the masks are tested: loaded after them, programs with segment ids spill.
-    offset = ScratchLayout.of(static.config).lse(data.stage)
+    place = data.stage, data.at.query, static.score_queries
+    offset = ScratchLayout.of(static.config).lse(*place)
     lse = plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
     if affine is None:
         lse = along_columns(lse, scores.shape)
@@ -213,7 +244,7 @@ def _weights(
 
 
 def _weights_with_derivative(
-    consumer: Consumer, masked: bool, data: _StepData, scores_ref: Any
+    consumer: Consumer, masked: bool, data: StepData, scores_ref: Any
 ) -> tuple[jax.Array, ...]:
     """A step's weights where a ``score_mod`` has a derivative.
 
@@ -234,7 +265,7 @@ def _weights_with_derivative(
 
 
 def _gradients(
-    consumer: Consumer, data: _StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
+    consumer: Consumer, data: StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static = consumer.static
@@ -249,14 +280,16 @@ def _gradients(
     return used.astype(static.dtype), ds.astype(static.dtype)
 
 
-def _delta(consumer: Consumer, data: _StepData) -> jax.Array:
+def _delta(consumer: Consumer, data: StepData) -> jax.Array:
     """delta of a step's queries, in registers."""
-    offset = ScratchLayout.of(consumer.static.config).delta(data.do_stage)
+    static = consumer.static
+    place = data.do_stage, data.at.query, static.score_queries
+    offset = ScratchLayout.of(static.config).delta(*place)
     return plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
 
 
 def _gradients_with_derivative(
-    consumer: Consumer, data: _StepData, weights: tuple[jax.Array, ...], dp: jax.Array
+    consumer: Consumer, data: StepData, weights: tuple[jax.Array, ...], dp: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)`` as :func:`_gradients`, from :func:`_weights_with_derivative`."""
     used, with_derivative, *rounded = weights
@@ -271,7 +304,7 @@ def _gradients_with_derivative(
 
 
 def _add_products(
-    consumer: Consumer, data: _StepData, state: State, p: jax.Array, ds: jax.Array,
+    consumer: Consumer, data: StepData, state: State, p: jax.Array, ds: jax.Array,
     copy_ahead: Callable[[], None],
 ) -> State:  # fmt: skip
     """Adds a step's parts of dV and dK to the state, and the previous dQ to global memory."""
@@ -295,7 +328,7 @@ def _add_products(
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
         copy_ahead()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
-        _arrive_ds_free(consumer)
+        arrive_ds_free(consumer)
         add_dq(
             static, consumer.refs, data.at.warpgroup, earlier(state.q_tile), dq, factors,
             predicate=state.q_tile >= 0,
@@ -322,7 +355,7 @@ def last_dq(consumer: Consumer, lane: Any) -> jax.Array:
         buffer = ds_buffer(consumer.static, consumer.end - 1)
         _issue_dq(consumer, dq_acc, buffer, consumer.warpgroup, lane)
         dq = dq_acc[...]
-        _arrive_ds_free(consumer)
+        arrive_ds_free(consumer)
         return dq
 
     plgpu.barrier_wait(consumer.refs.barriers.ds_arrived)
@@ -332,9 +365,9 @@ def last_dq(consumer: Consumer, lane: Any) -> jax.Array:
     return pl.run_scoped(product, _dq_accumulator(consumer.static))
 
 
-def _arrive_ds_free(consumer: Consumer) -> None:
-    """With two dS buffers, tells that this consumer has finished a product that reads one."""
-    if consumer.static.config.ds_buffers == 2:
+def arrive_ds_free(consumer: Consumer) -> None:
+    """With fewer than three dS buffers, tells that this consumer has finished reading one."""
+    if consumer.static.config.ds_buffers < 3:
         plgpu.barrier_arrive(consumer.refs.barriers.ds_free.at[0])
 
 

@@ -1,8 +1,8 @@
 """Tile configs of the sm90 kernels: what fits a Hopper SM's shared memory and registers.
 
 Every shipped config fits in 227 KiB. Tests compile them all and find no register spilled in a loop
-over tiles; EXPERIMENTS.md names the programs that spill once per work tile or were seen to spill,
-and how the fastest were found.
+over tiles up to head dim 128; EXPERIMENTS.md names the programs that spill once per work tile, or
+in the backward's loop for wider heads, and how the fastest were found.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 EQUAL_REGISTERS_SINCE = (0, 12)
 # Queries of the backward kernel's larger tiles: 64 for each consumer warpgroup.
 LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
+# Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
+WIDEST_NARROW_HEAD_DIM = 128
+WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
+# Queries of a tile of scores of that step.
+WIDE_SCORE_QUERIES = 32
 # The widest heads for which the backward kernel has registers for the derivatives of a score_mod.
 MAX_DERIVATIVE_HEAD_DIM = 64
 
@@ -38,7 +43,7 @@ class MosaicConfig:
 
     Attributes:
       block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
-      block_kv: keys per tile. Backward: 128, 64 per consumer warpgroup.
+      block_kv: keys per tile. Backward: 128, 64 per consumer warpgroup; or 64, if ``wide``.
       stages: pipeline stages of the side that is looped over.
       do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
       v_stages: pipeline stages of V in the forward kernel; None: as many as of K.
@@ -53,6 +58,8 @@ class MosaicConfig:
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers. If not, consumers start them while their products run, and all
         warpgroups have the same number of registers; cluster must be 1.
+      wide: backward: whether a step is the one for head dims above 128
+        (:mod:`pallas_kernels.mosaic.sm90.wide_step`).
     """
 
     block_q: int
@@ -63,6 +70,7 @@ class MosaicConfig:
     cluster: int = dataclasses.field(default=1, kw_only=True)
     split_softmax: bool = dataclasses.field(default=False, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
+    wide: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
@@ -79,6 +87,12 @@ class MosaicConfig:
             raise ValueError(
                 f"cluster is {self.cluster}: without a producer warpgroup it must be 1"
             )
+        if self.wide and not self.producer_warpgroup:
+            raise ValueError("wide is True: it needs a producer warpgroup")
+        if self.wide and self.block_q != WARPGROUP_ROWS:
+            raise ValueError(
+                f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
+            )
 
     @property
     def dq_by_rows(self) -> bool:
@@ -89,12 +103,20 @@ class MosaicConfig:
         return self.block_q == LARGE_BLOCK_Q
 
     @property
+    def shares_keys(self) -> bool:
+        """Backward: whether both consumers work on the same keys, each on half of the lanes."""
+        return self.wide and self.block_kv == WARPGROUP_ROWS
+
+    @property
     def ds_buffers(self) -> int:
         """Buffers for dS of the backward kernel.
 
         Either consumer warpgroup may run almost a whole step ahead of the other: with three
-        buffers, or with two and a barrier that tells when both have read one.
+        buffers, or with two and a barrier that tells when both have read one. If they share keys,
+        every step waits for both.
         """
+        if self.wide:
+            return 1 if self.shares_keys else 2
         return 2 if self.dq_by_rows else 3
 
     @property
@@ -194,6 +216,15 @@ def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:
     return MosaicConfig(64, 128, 3, do_stages=2)
 
 
+def wide_backward_config(head_dim: int, value_dim: int) -> MosaicConfig:
+    """The shipped backward config of head dims above 128.
+
+    Registers hold dK and dV of 128 keys up to (192, 128), and of 64 keys up to (256, 256).
+    """
+    keys = 128 if (head_dim, value_dim) == (192, 128) else 64
+    return MosaicConfig(64, keys, 2, wide=True)
+
+
 def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
     """Whether a forward CTA has registers for a loop over work tiles.
 
@@ -211,9 +242,12 @@ def backward_is_persistent(
     counters and addresses in vector registers, and spills.
 
     Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
-    and none with a soft cap, a bias, dropout or a user function (``needs_registers``).
+    and none with a soft cap, a bias, dropout or a user function (``needs_registers``); above 128
+    only consumers that share keys have any.
     """
     if config.dq_by_rows and not config.producer_warpgroup:
+        return False
+    if config.wide and not config.shares_keys:
         return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
@@ -230,6 +264,24 @@ def grouped_config(row_tiles: int, columns: int) -> GroupedConfig:
     full = [n for n in fitting if row_tiles * -(-columns // n) >= num_sms()]
     block_n = (full or fitting[-1:])[0]
     return GroupedConfig(128, block_n, widths[block_n])
+
+
+def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
+    """Lanes of the backward products that make a consumer's part of dQ, one after the other.
+
+    A product of all of them has no registers beside dK and dV of wide heads.
+    """
+    if config.dq_by_rows:
+        return (head_dim,)
+    half = head_dim // 2
+    if not config.wide or (config.shares_keys and half < LARGE_BLOCK_Q):
+        return (half,)
+    return tuple(min(64, half - first) for first in range(0, half, 64))
+
+
+def staging_lanes(config: MosaicConfig, head_dim: int) -> int:
+    """Lanes that leave the backward kernel's staging buffer at a time."""
+    return 32 if config.wide else head_dim // 2
 
 
 def float32_lanes(value_dim: int) -> int:

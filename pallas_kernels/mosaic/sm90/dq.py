@@ -25,10 +25,12 @@ from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     LARGE_BLOCK_Q,
+    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
     backward_config,
     for_this_jax,
     moves_registers,
+    wide_backward_config,
 )
 from pallas_kernels.mosaic.sm90.static import BackwardStatic, needs_registers
 from pallas_kernels.spec import AttentionSpec
@@ -38,6 +40,8 @@ def shipped_config(
     inputs: AttentionInputs, spec: AttentionSpec, deterministic: bool = False
 ) -> MosaicConfig:
     """The config of a call, with the installed JAX."""
+    if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
+        return wide_backward_config(inputs.head_dim, inputs.value_dim)
     blocks = inputs.shared.block_mask
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
     # of them leave none for 128 queries.

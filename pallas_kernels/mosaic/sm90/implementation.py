@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
+
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.elementwise import derivative_is_one
@@ -13,12 +15,16 @@ from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_inputs
 from pallas_kernels.mosaic.sm90 import dq
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
-from pallas_kernels.mosaic.sm90.configs import MAX_DERIVATIVE_HEAD_DIM, MosaicConfig
+from pallas_kernels.mosaic.sm90.configs import (
+    MAX_DERIVATIVE_HEAD_DIM,
+    WIDE_HEAD_DIMS,
+    WIDEST_NARROW_HEAD_DIM,
+    MosaicConfig,
+    moves_registers,
+)
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
-
-_WIDEST_BACKWARD = 128
 
 
 def mosaic_sm90(
@@ -50,9 +56,7 @@ def mosaic_sm90(
         split_backward=split_tiles,
         dq_accumulator=accumulator,
         unsupported=functools.partial(unsupported_inputs, most=256),
-        # With (192, 128), dK, dV and a warpgroup's half of dQ alone would take 208 of a thread's
-        # 240 registers, and two stages 258 KiB of shared memory.
-        backward_unsupported=functools.partial(unsupported_inputs, most=_WIDEST_BACKWARD),
+        backward_unsupported=_backward_unsupported,
         unsupported_functions=functools.partial(
             _unsupported_functions, deterministic=deterministic
         ),
@@ -66,11 +70,38 @@ def mosaic_sm90(
 def _backward_dims(*dims: int) -> tuple[int, int]:
     """Head dims that the backward kernel supports.
 
-    Both are multiples of 32. dV is written in slices of the same width as dK: half of H.
+    Up to 128 both are multiples of 32, and dV is written in slices of the same width as dK: half of
+    H.
     """
-    head_dims, value_dims = (range(-(-dim // 32) * 32, _WIDEST_BACKWARD + 1, 32) for dim in dims)
+    if max(dims) > WIDEST_NARROW_HEAD_DIM:
+        fitting = (x for x in WIDE_HEAD_DIMS if x[0] >= dims[0] and x[1] >= dims[1])
+        return min(fitting, key=sum)
+    end = WIDEST_NARROW_HEAD_DIM + 1
+    head_dims, value_dims = (range(-(-dim // 32) * 32, end, 32) for dim in dims)
     supported = ((h, hv) for h in head_dims for hv in value_dims if hv % (h // 2) == 0)
     return min(supported, key=sum)
+
+
+def _backward_unsupported(inputs: AttentionInputs) -> str | None:
+    """Why the backward kernel does not support these arrays, or None if it does."""
+    reason = unsupported_inputs(inputs, most=256)
+    widest = max(inputs.head_dim, inputs.value_dim)
+    if reason is not None or widest <= WIDEST_NARROW_HEAD_DIM:
+        return reason
+    if not moves_registers():
+        return (
+            f"the head dim is {widest}, and with JAX {jax.__version__} the warpgroups have equal "
+            f"numbers of registers; the backward then supports {WIDEST_NARROW_HEAD_DIM} at most; "
+            "use None, 'mosaic_sm80' or 'xla', or JAX below 0.12"
+        )
+    if inputs.head_dim <= WIDEST_NARROW_HEAD_DIM:
+        # Padded to keys of 192, they would gain nothing.
+        return (
+            f"the head dim of values is {inputs.value_dim} and that of keys {inputs.head_dim}; the "
+            f"backward supports values above {WIDEST_NARROW_HEAD_DIM} if keys are, too; use None, "
+            "'mosaic_sm80' or 'xla'"
+        )
+    return None
 
 
 def _unsupported_functions(

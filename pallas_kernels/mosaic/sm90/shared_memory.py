@@ -22,9 +22,11 @@ from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     WARPGROUP_ROWS,
+    WIDE_SCORE_QUERIES,
     MosaicConfig,
     float32_lanes,
     result_lanes,
+    staging_lanes,
 )
 from pallas_kernels.mosaic.tile_scheduler import SLOTS
 from pallas_kernels.mosaic.transfers import matrix_transforms
@@ -155,9 +157,10 @@ class BackwardMemory(NamedTuple):
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
       ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product.
-      staging: float32 ``[2, block_q, H / 2]``, by consumer warpgroup: gradients on their way to
-        global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes no
-        notice of the shape.
+      p: ``[block_kv, block_q]``, weights for dV's product if ``wide``; else None.
+      staging: float32 ``[2, block_q, staging_lanes]``, by consumer warpgroup: gradients on their
+        way to global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes
+        no notice of the shape.
       barriers: all barriers (:class:`BackwardBarriers`).
     """
 
@@ -167,6 +170,7 @@ class BackwardMemory(NamedTuple):
     do: Any
     scratch: Any
     ds: Any
+    p: Any
     staging: Any
     barriers: Any
 
@@ -194,16 +198,23 @@ class BackwardMemory(NamedTuple):
         # dQ's product may read half of K's lanes at a time. For small head dims K's swizzled tiles
         # are then half as wide; and both operands of a product must be tiled alike.
         lanes = head_dim if config.dq_by_rows else half
+        value_lanes, p = value_dim, None
+        if config.wide:
+            # P and dS are written for some of the queries at a time.
+            lanes = value_lanes = WIDE_SCORE_QUERIES
+            p = _matrix((block_kv, block_q), dtype, lanes=lanes)
         q_parts = block_q // WARPGROUP_ROWS
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
-            v=_matrix((block_kv, value_dim), dtype),
+            v=_matrix((block_kv, value_dim), dtype, lanes=value_lanes),
             q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=lanes),
-            do=_matrix((scratch.do_stages, block_q, value_dim), dtype),
+            do=_matrix((scratch.do_stages, block_q, value_dim), dtype, lanes=value_lanes),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
             ds=_matrix((config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS), dtype, lanes=lanes),
+            p=p,
             staging=_matrix(
-                (BACKWARD_WARPGROUPS, block_q, half), jnp.int32 if in_fixed_point else jnp.float32
+                (BACKWARD_WARPGROUPS, block_q, staging_lanes(config, head_dim)),
+                jnp.int32 if in_fixed_point else jnp.float32,
             ),
             # Two arrivals each: two copies, or both consumer warpgroups.
             barriers=plgpu.Barrier(
@@ -234,7 +245,8 @@ class BackwardBarriers(NamedTuple):
       do_free: by stage: both consumers have read dO.
       slot_fetched: by slot of the tile scheduler.
       slot_free: by slot of the tile scheduler.
-      ds_free: with two dS buffers, both consumers have finished a product that reads one.
+      ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
+        one.
     """
 
     kv_arrived: Any
@@ -253,7 +265,7 @@ class BackwardBarriers(NamedTuple):
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers == 2))
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers < 3))
 
     @classmethod
     def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:
@@ -324,13 +336,13 @@ class ScratchLayout:
         """Offset of the tile scheduler's slots."""
         return self.tile_and_head(self.stages)[0]
 
-    def lse(self, stage: Any) -> Any:
-        """lse of the queries of a stage."""
-        return pl.ds(stage * self.block_q, self.block_q)
+    def lse(self, stage: Any, first: Any = 0, count: int | None = None) -> Any:
+        """lse of the queries of a stage; ``count`` of them, from ``first`` on, if it is given."""
+        return pl.ds(stage * self.block_q + first, count or self.block_q)
 
-    def delta(self, do_stage: Any) -> Any:
-        """delta of the queries of a dO stage."""
-        return pl.ds((self.stages + do_stage) * self.block_q, self.block_q)
+    def delta(self, do_stage: Any, first: Any = 0, count: int | None = None) -> Any:
+        """The same of delta and a dO stage."""
+        return self.lse(self.stages + do_stage, first, count)
 
     def tile_and_head(self, stage: Any) -> tuple[Any, Any]:
         """Offsets of a stage's query tile index and head index."""

@@ -12,12 +12,15 @@ from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
     WARPGROUP_ROWS,
+    WIDE_SCORE_QUERIES,
     MosaicConfig,
     backward_is_persistent,
+    dq_widths,
     float32_lanes,
     forward_is_persistent,
     forward_splits_softmax,
     result_lanes,
+    staging_lanes,
 )
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.mosaic.static import KernelStatic
@@ -220,10 +223,12 @@ class BackwardStatic(Sm90Static):
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
         inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
-        user function lack registers for it.
+        user function lack registers for it. Consumers that share keys have one buffer for both.
         """
         if not self.rounds_dkv:
             return True
+        if self.config.shares_keys:
+            return False
         fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
         return self.dkv_dtype == self.dtype and fit and not self.needs_registers
 
@@ -240,7 +245,7 @@ class BackwardStatic(Sm90Static):
     @property
     def dkv_lanes(self) -> int:
         """Lanes of dK and dV that are written at a time."""
-        return WARPGROUP_ROWS if self.rounds_dkv else self.half_dim
+        return WARPGROUP_ROWS if self.rounds_dkv else self.staging_lanes
 
     @property
     def stages(self) -> int:
@@ -280,6 +285,31 @@ class BackwardStatic(Sm90Static):
         if self.config.dq_by_rows:
             return WARPGROUP_ROWS, self.head_dim
         return self.config.block_q, self.half_dim
+
+    @property
+    def dq_widths(self) -> tuple[int, ...]:
+        """Lanes of the products that make a warpgroup's part of dQ, one after the other."""
+        return dq_widths(self.config, self.head_dim)
+
+    @property
+    def staging_lanes(self) -> int:
+        """Lanes of dQ, or of float32 dK and dV, that leave shared memory at a time."""
+        return staging_lanes(self.config, self.head_dim)
+
+    @property
+    def dkv_dims(self) -> tuple[int, int]:
+        """Lanes of dK and of dV that a consumer warpgroup accumulates."""
+        parts = BACKWARD_WARPGROUPS if self.config.shares_keys else 1
+        return self.head_dim // parts, self.value_dim // parts
+
+    @property
+    def score_queries(self) -> int:
+        """Queries of a tile of scores in a consumer's registers."""
+        return WIDE_SCORE_QUERIES if self.config.wide else self.config.block_q
+
+    def first_key(self, warpgroup: Any) -> Any:
+        """A warpgroup's first key in the work tile."""
+        return 0 if self.config.shares_keys else warpgroup * WARPGROUP_ROWS
 
     def first_lane(self, warpgroup: Any) -> Any:
         """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""

@@ -1,0 +1,233 @@
+"""One step of the backward kernel's loop for head dims above 128.
+
+dK and dV of 64 keys fill the registers there. So a tile of scores has 32 queries, and dQ is
+computed some lanes at a time. Two forms, by the tiles:
+
+- 128 keys, for (192, 128): a consumer accumulates dK and dV of 64 keys, as in
+  :mod:`pallas_kernels.mosaic.sm90.backward_step`, and computes the scores of a tile's 64 queries in
+  two halves. dS is dK's left operand in shared memory, where dQ reads it, too.
+- 64 keys, up to (256, 256): both consumers work on the same keys. Each computes the scores of half
+  of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in shared
+  memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.fragments import optimization_barrier
+from pallas_kernels.mosaic.sm90.backward_epilogue import add_dq, ds_buffer, load_dq_factors
+from pallas_kernels.mosaic.sm90.backward_scores import Consumer
+from pallas_kernels.mosaic.sm90.backward_step import (
+    State,
+    StepData,
+    arrive_ds_free,
+    weights_and_gradients,
+)
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, WIDE_SCORE_QUERIES
+from pallas_kernels.mosaic.tile_scheduler import TileCoordinates
+
+
+def step(
+    consumer: Consumer,
+    masked: bool,
+    copy_ahead: Callable[[Any, bool], None],
+    step: Any,
+    state: State,
+) -> State:
+    """See :func:`pallas_kernels.mosaic.sm90.backward_step.step`."""
+    del copy_ahead  # There is a producer warpgroup.
+    form = _step_with_shared_keys if consumer.static.config.shares_keys else _step_with_own_keys
+    return form(consumer, masked, step, state)
+
+
+def _step_with_own_keys(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+    refs, data = consumer.refs, StepData.of(consumer, step)
+    memory, barriers = refs.memory, refs.barriers
+    block_q = consumer.static.config.block_q
+    for query in range(0, block_q, WIDE_SCORE_QUERIES):
+        end = query + WIDE_SCORE_QUERIES
+        part = data._replace(at=data.at._replace(query=query))
+        p, ds = weights_and_gradients(
+            consumer, masked, step, part, lambda: None, first=query == 0, last=end == block_q
+        )
+        p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
+        state = state._replace(dk=dk, dv=dv)
+        if query == 0:
+            _wait_for_ds_buffer(consumer, step, state)
+        memory.ds[data.ds, 0, data.keys, query:end] = ds
+        memory.p[data.keys, query:end] = p
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barriers.ds_arrived)
+    dq = _Dq.of(consumer, state, data.earlier_ds)
+
+    # One part of dQ after the other: there are no registers for both.
+    def products(dv_acc, dk_acc):
+        dv_acc[...] = state.dv
+        dk_acc[...] = state.dk
+
+        def first(dq_acc):
+            dq.issue(0, dq_acc)
+            plgpu.wgmma(dv_acc, memory.p.at[data.keys], memory.do.at[data.do_stage])
+            dq.add(0, dq_acc, wait_n=1)
+
+        def second(dq_acc):
+            dq.issue(1, dq_acc)
+            plgpu.wgmma(dk_acc, memory.ds.at[data.ds, 0, data.keys], memory.q.at[data.stage])
+            dq.add(1, dq_acc, wait_n=1)
+            arrive_ds_free(consumer)
+
+        for part, accumulator in zip((first, second), dq.accumulators(), strict=True):
+            pl.run_scoped(part, accumulator)
+        return _finish(consumer, data, dk_acc, dv_acc)
+
+    return pl.run_scoped(products, *_dkv_accumulators(consumer))
+
+
+def _wait_for_ds_buffer(consumer: Consumer, step: Any, state: State) -> None:
+    """Waits until a step may write dS, see :func:`backward_step.step`."""
+    barriers = consumer.refs.barriers
+    pl.when(state.q_tile >= 0)(lambda: plgpu.barrier_wait(barriers.ds_arrived))
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_free.at[0]))
+    if consumer.static.rounds_dkv:
+        pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+
+def _step_with_shared_keys(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+    data = StepData.of(consumer, step)
+    data = data._replace(at=data.at._replace(query=data.at.warpgroup * WIDE_SCORE_QUERIES))
+    dq = _Dq.of(consumer, state, data.ds)
+    last = len(dq.widths) - 1
+
+    def with_dq(first_acc):
+        p, ds = weights_and_gradients(
+            consumer, masked, step, data, lambda: dq.issue(0, first_acc), running=1
+        )
+        p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
+        at_step = state._replace(dk=dk, dv=dv)
+        if not last:
+            return _exchange_and_add(consumer, data, at_step, dq, (p, ds), first_acc)
+
+        def with_second(second_acc):
+            dq.issue(1, second_acc)
+            dq.add(0, first_acc, wait_n=1)
+            return _exchange_and_add(consumer, data, at_step, dq, (p, ds), second_acc)
+
+        return pl.run_scoped(with_second, dq.accumulators()[1])
+
+    return pl.run_scoped(with_dq, dq.accumulators()[0])
+
+
+def _exchange_and_add(
+    consumer: Consumer, data: StepData, state: State, dq: _Dq,
+    weights: tuple[jax.Array, jax.Array], dq_acc: Any,
+) -> State:  # fmt: skip
+    """Writes ``(P, dS)``, and adds the products of those of both consumers to dV and dK."""
+    refs, (p, ds) = consumer.refs, weights
+    memory, barriers = refs.memory, refs.barriers
+    # The last product that reads the dS of the previous step.
+    dq_part = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+    arrive_ds_free(consumer)
+    plgpu.barrier_wait(barriers.ds_free.at[0])
+    queries = pl.ds(data.at.query, WIDE_SCORE_QUERIES)
+    memory.p[:, queries] = p
+    memory.ds[0, 0, :, queries] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barriers.ds_arrived)
+    dq.add_loaded(len(dq.widths) - 1, dq_part)
+    plgpu.barrier_wait(barriers.ds_arrived)
+
+    def products(dv_acc, dk_acc):
+        dv_acc[...] = state.dv
+        dk_acc[...] = state.dk
+        dk_lanes, dv_lanes = (
+            pl.ds(data.at.warpgroup * lanes, lanes) for lanes in consumer.static.dkv_dims
+        )
+        plgpu.wgmma(dv_acc, memory.p.at[data.keys], memory.do.at[data.do_stage, :, dv_lanes])
+        plgpu.wgmma(dk_acc, memory.ds.at[data.ds, 0], memory.q.at[data.stage, :, dk_lanes])
+        return _finish(consumer, data, dk_acc, dv_acc)
+
+    return pl.run_scoped(products, *_dkv_accumulators(consumer))
+
+
+def _dkv_accumulators(consumer: Consumer) -> tuple[Any, Any]:
+    """Of a consumer's parts of dV and of dK."""
+    dk_lanes, dv_lanes = consumer.static.dkv_dims
+    shapes = (WARPGROUP_ROWS, dv_lanes), (WARPGROUP_ROWS, dk_lanes)
+    return plgpu.ACC(shapes[0], jnp.float32), plgpu.ACC(shapes[1], jnp.float32)
+
+
+def _finish(consumer: Consumer, data: StepData, dk_acc: Any, dv_acc: Any) -> State:
+    """Waits for dV and dK, in this order, and releases dO and the queries."""
+    barriers = consumer.refs.barriers
+    dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=1)
+    plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
+    dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+    plgpu.barrier_arrive(barriers.q_free.at[data.stage])
+    return State(dk, dv, data.at.q_tile, data.at.head)
+
+
+class _Dq:
+    """A warpgroup's part of dQ of one step, some lanes at a time."""
+
+    def __init__(self, consumer: Consumer, at: TileCoordinates, buffer: Any):
+        self._consumer, self._at, self._buffer = consumer, at, buffer
+        self.widths = consumer.static.dq_widths
+        # Loaded early to hide the latency.
+        tile = at._replace(tile=jnp.maximum(at.tile, 0))
+        self._warpgroup = optimization_barrier(consumer.warpgroup)
+        self._factors = load_dq_factors(consumer.static, consumer.refs, self._warpgroup, tile)
+
+    @classmethod
+    def of(cls, consumer: Consumer, state: State, buffer: Any) -> _Dq:
+        """Of the step before, whose dS is in a buffer; there may be none."""
+        batch = consumer.work.recompute().batch
+        return cls(consumer, TileCoordinates(batch, state.head, state.q_tile), buffer)
+
+    def accumulators(self) -> list[Any]:
+        """One for each part."""
+        block_q = self._consumer.static.config.block_q
+        return [plgpu.ACC((block_q, width), jnp.float32) for width in self.widths]
+
+    def issue(self, index: int, acc: Any) -> None:
+        """Issues the product of a part."""
+        static, memory = self._consumer.static, self._consumer.refs.memory
+        first = static.first_lane(self._warpgroup) + sum(self.widths[:index])
+        k = memory.k.at[:, pl.ds(first, self.widths[index])]
+        plgpu.wgmma(acc, memory.ds.at[self._buffer, 0].transpose((1, 0)), k)
+
+    def add(self, index: int, acc: Any, wait_n: int) -> None:
+        """Adds a part to global memory, when its product has ended; ``wait_n`` later ones run."""
+        self.add_loaded(index, plgpu.wgmma_accumulator_load(acc, wait_n=wait_n))
+
+    def add_loaded(self, index: int, dq: jax.Array) -> None:
+        """The same of a part in registers."""
+        add_dq(
+            self._consumer.static, self._consumer.refs, self._warpgroup, self._at, dq,
+            self._factors, predicate=self._at.tile >= 0, first=sum(self.widths[:index]),
+        )  # fmt: skip
+
+
+def add_last_dq(consumer: Consumer, state: State) -> None:
+    """Adds dQ of the work tile's last step, which no further step computes, to global memory."""
+    static, barriers = consumer.static, consumer.refs.barriers
+    if not static.config.shares_keys:
+        plgpu.barrier_wait(barriers.ds_arrived)
+        # The last step's products have read the buffer to which dK and dV may go.
+        plgpu.barrier_wait(barriers.ds_free.at[0])
+    dq = _Dq.of(consumer, state, ds_buffer(static, consumer.end - 1))
+
+    def product(index, acc):
+        dq.issue(index, acc)
+        dq.add(index, acc, wait_n=0)
+
+    for index, accumulator in enumerate(dq.accumulators()):
+        pl.run_scoped(lambda acc, index=index: product(index, acc), accumulator)
+    if not static.config.shares_keys:
+        arrive_ds_free(consumer)
