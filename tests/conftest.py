@@ -28,6 +28,8 @@ CACHE = {
 IMPLEMENTATION: Any = None  # a name, with --implementation
 ON_GPU = REPLAYING = COMPILE_QUICKLY = False
 collect_ignore: list[str] = []
+# The garbage collector runs rarely: JAX's caches keep most objects of a trace alive.
+gc.set_threshold(1_000_000, 10, 100)
 # An implicit bfloat16 + float32 is a precision bug.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -140,10 +142,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Runs the garbage collector rarely: JAX's caches keep most objects of a trace alive."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 def absent_tiers(config):
@@ -193,14 +193,19 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"tests marked {marker} ({reason}): {remedy}.")
 
 
-# Tests of what surrounds local attention: its dense reference compiles in two thirds of the time.
-AROUND_ATTENTION = {"models", "training", "verify"}
+# Folders and files that test what surrounds local attention: its dense reference compiles in two
+# thirds of the time.
+AROUND_ATTENTION = {
+    "layers", "models", "serving", "training", "verify",
+    "test_docs.py", "test_examples.py", "test_hf_examples.py",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _attend_densely(request):
     """Before other fixtures of the module; ``implementation=None`` and "xla" are the reference."""
-    wanted = REFERENCE if request.path.parent.name in AROUND_ATTENTION else XLA
+    names = {request.path.parent.name, request.path.name}
+    wanted = XLA if names.isdisjoint(AROUND_ATTENTION) else REFERENCE
     if choice.XLA is not wanted:
         jax.clear_caches()  # What was traced with the other one.
         choice.XLA = wanted

@@ -53,12 +53,11 @@ if IMPLEMENTATION == "mosaic_sm90":
     for case in CASES:
         if case["functions"] == "functions" and case["head_dim"] > 64:
             case["functions"] = "mask_mod"
-# Every fourth case, and those that meet every level: rings run these kernels in all pairs, too.
-FEW = {CASES.index(case) for case in few_of(CASES)}
-# In the quick tier every level is met (on a GPU every pair of levels, and all are quick).
-CASES_BY_NAME, QUICK_BY_NAME = {"xla": sorted({*range(0, len(CASES), 4), *FEW})}, {"xla": FEW}
+# On a CPU every level is met: rings run XLA's attention in all pairs. On a GPU every pair is.
+FEW = sorted(CASES.index(case) for case in few_of(CASES))
+CASES_BY_NAME = {"xla": FEW}
 if ON_GPU:
-    CASES_BY_NAME = QUICK_BY_NAME = dict.fromkeys(UNDER_TEST, range(len(CASES)))
+    CASES_BY_NAME = dict.fromkeys(UNDER_TEST, range(len(CASES)))
 # Factor on one device's error of lse. On a GPU thousands of float32 products are summed one after
 # the other, where dense matmuls sum in blocks.
 ERROR_FACTOR = 6.0 if ON_GPU else 1.5
@@ -103,19 +102,10 @@ if ON_GPU:
             assert compare.errors(got, want)[1] < 1.5 * compare.errors(one, want)[1] + slack
 
 
-def slow_unless(quick):
-    return () if quick else pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("index", "name"),
     [
-        pytest.param(
-            index,
-            name,
-            id=f"{name}-{case_id(case)}",
-            marks=slow_unless(index in QUICK_BY_NAME[name]),
-        )
+        pytest.param(index, name, id=f"{name}-{case_id(case)}")
         for index, case in enumerate(CASES)
         for name in CASES_BY_NAME
         if index in CASES_BY_NAME[name]
@@ -128,9 +118,7 @@ def test_as_exact_as_dense(index, name):
     compare.assert_exact(got, inputs.reference, dtype, 1.5, ERROR_FACTOR, noise)
 
 
-@pytest.mark.parametrize(
-    "index", [pytest.param(index, id=case_id(CASES[index])) for index in sorted(FEW)]
-)
+@pytest.mark.parametrize("index", [pytest.param(index, id=case_id(CASES[index])) for index in FEW])
 def test_reference_equals_autodiff_in_float64(index):
     """The oracle of the others, itself held to the gradients of dense softmax attention."""
     reference = make_inputs(index).reference

@@ -405,14 +405,14 @@ def test_memory_equals_the_compiled_program(strategy, options, backward):
     mesh = compiled.gpu_mesh("a100", hosts, gpus)
     heads, kv_heads = (6, 6) if backward == "rotate_query" else (16, 2)
     plan = burst_jax.plan.attention(
-        length=tokens * hosts * gpus, num_heads=heads, num_kv_heads=kv_heads, gpu="a100",
-        hosts=hosts, gpus_per_host=gpus,
+        length=tokens * hosts * gpus, num_heads=heads, num_kv_heads=kv_heads, head_dim=64,
+        gpu="a100", hosts=hosts, gpus_per_host=gpus,
     )  # fmt: skip
     attention = functools.partial(
         burst_jax.burst_attention, mesh=mesh, is_causal=True, layout=layout, backward=backward,
         implementation=compiled.SMALL, **options,
     )  # fmt: skip
-    shapes = compiled.inputs(mesh, tokens, heads, kv_heads)
+    shapes = compiled.inputs(mesh, tokens, heads, kv_heads, 64)
     program = compiled.compile_for(gradient(attention), *shapes)
     planned = one(plan, strategy, layout, backward).memory
     assert planned == pytest.approx(gib(program), rel=0.1)
