@@ -292,15 +292,11 @@ def _producer(
     dO start before where :attr:`BackwardStatic.copies_do_early`.
     """
 
-    def copy(start, step, masked):
-        # Kept from step to step, what follows from the bounds would take registers.
-        at = work._replace(iterator=work.iterator.recompute())
+    def copy(start, at, step, masked):
         start(static, refs, at, step, _tile_and_head(static, at, step, masked))
 
-    def copy_do(step, masked):
-        if not static.do_follows_queries:
-            copy(_copy_do, step, masked)
-            return
+    def copy_following_do(step, masked):
+        del masked
         stage = lax.rem(work.steps_before + step, i32(static.stages))
         tile_and_head = read_tile_and_head(static, refs.memory.scratch, stage)
         _copy_do(static, refs, work, step, tile_and_head)
@@ -308,14 +304,11 @@ def _producer(
     def copy_once():
         pl.when(warpgroup == 0)(lambda: _copy_keys_and_values(static, refs, work))
 
-    first = functools.partial(copy, masked=True)
-    queries = Copies(
-        functools.partial(first, _copy_queries), functools.partial(copy, _copy_queries),
-        static.stages - 1, 0,
-    )  # fmt: skip
-    do = Copies(
-        functools.partial(first, _copy_do), copy_do, static.do_stages - 1, static.consumers - 1
-    )
+    queries = Copies.of(functools.partial(copy, _copy_queries), work, static.stages - 1, 0)
+    last = static.consumers - 1
+    do = Copies.of(functools.partial(copy, _copy_do), work, static.do_stages - 1, last)
+    if static.do_follows_queries:
+        do = do._replace(start=copy_following_do)
     return Producer(work, warpgroup, (queries, do), copy_once)
 
 

@@ -123,11 +123,10 @@ def forward_bounds(
     config = config or _shipped_config(inputs, spec)
     block_mask = inputs.shared.block_mask
     # Only tiles with more queries than keys have consumers that can skip much. The CTAs of a
-    # cluster would still wait for each other. Consumers that copy lack registers for it with a bias
-    # or with masks that read arrays.
+    # cluster would still wait for each other, and consumers that copy may lack registers for it.
     skips = config.block_q > config.block_kv and config.cluster == 1 and block_mask is None
-    needs_registers = inputs.has_bias or inputs.has_segments or inputs.has_kv_bounds
-    skips &= config.producer_warpgroup or not needs_registers
+    if inputs.has_bias or inputs.has_segments or inputs.has_kv_bounds:
+        skips &= config.producer_warpgroup
     parts = config.block_q // WARPGROUP_ROWS if skips else 1
     return query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
 
@@ -214,19 +213,10 @@ def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wo
     that the first one is ahead of it, and finds its stage of keys free. With a third stage of keys
     the copies start after the softmax (:func:`_step`), when it has read this step's keys as well.
     """
-    last = static.consumers - 1
-
-    def copy(start, step, masked):
-        # Kept from step to step, what follows from the bounds would take registers.
-        start(static, refs, work._replace(iterator=work.iterator.recompute()), step, masked)
-
-    def copies(start, ahead, warpgroup):
-        start = functools.partial(copy, start)
-        return Copies(functools.partial(start, masked=True), start, ahead, warpgroup)
-
-    keys = copies(_copy_keys, static.config.stages - 1, 0)
-    values = copies(_copy_values, static.v_stages - 2, last)
-    queries = functools.partial(_copy_queries, static, refs, work, warpgroup)
+    call, last = (static, refs), static.consumers - 1
+    keys = Copies.of(functools.partial(_copy_keys, *call), work, static.config.stages - 1, 0)
+    values = Copies.of(functools.partial(_copy_values, *call), work, static.v_stages - 2, last)
+    queries = functools.partial(_copy_queries, *call, work, warpgroup)
     return Producer(work, warpgroup, (keys, values), queries)
 
 

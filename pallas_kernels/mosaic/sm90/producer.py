@@ -29,6 +29,22 @@ class Copies(NamedTuple):
     ahead: int
     warpgroup: int
 
+    @classmethod
+    def of(
+        cls,
+        start: Callable[[WorkTile, Any, bool], None],
+        work: WorkTile,
+        ahead: int,
+        warpgroup: int,
+    ) -> Copies:
+        """From ``start(work, step, masked)``."""
+
+        def recomputed(step, masked):
+            # Kept from step to step, what follows from the bounds would take registers.
+            start(work._replace(iterator=work.iterator.recompute()), step, masked)
+
+        return cls(functools.partial(recomputed, masked=True), recomputed, ahead, warpgroup)
+
 
 class Producer(NamedTuple):
     """A consumer warpgroup's share in the copies of a work tile.
