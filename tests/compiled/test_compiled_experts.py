@@ -1,0 +1,71 @@
+"""What XLA makes of expert parallelism: what is sent when, and no array of all experts."""
+
+from __future__ import annotations
+
+import compiled_programs as compiled
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from burst_jax import ShardingRules
+from burst_jax.models import DecoderConfig, Experts, MixtureOfExperts
+from burst_jax.models.weights import flat_weights, with_weights
+
+pytestmark = pytest.mark.cuda_compiler
+
+TOKENS, D, CAPACITY = 4096, 512, 1536
+CONFIG = DecoderConfig(
+    embed_dim=D, mlp_dim=256, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, remat="none",
+    feed_forward=MixtureOfExperts, experts=Experts(16, 2, shared_dim=1024),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["h100", pytest.param("a100", marks=pytest.mark.slow)])
+def test_tokens_are_sent_while_the_shared_expert_runs(target):
+    """By permutes, in a round of static size; one loop per direction has further rounds."""
+    mesh = compiled.named_mesh(target, seq=8)
+    rules = ShardingRules(data=None, fsdp=None, seq=None, tensor=None, expert="seq")
+    init = nnx.initializers.lecun_normal()
+    layer = nnx.eval_shape(lambda: MixtureOfExperts(CONFIG, out_init=init, rngs=nnx.Rngs(0)))
+    layer.expert_axis = "seq"
+    graphdef, state = nnx.split(layer)
+    shapes = flat_weights(state)
+    axes = CONFIG.feed_forward.weight_axes
+    # The shared expert's weights are whole here.
+    specs = {path: P() if path[0] == "shared" else rules.spec(axes[path]) for path in shapes}
+
+    def local(weights, x):
+        layer = nnx.merge(graphdef, with_weights(state, weights))
+        return layer.with_sums(x, None, keeps_products=False)[0]
+
+    def run(weights, x):
+        feed_forward = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs, P(None, "seq")), out_specs=P(None, "seq")
+        )
+        out, vjp = jax.vjp(feed_forward, weights, x)
+        return vjp(out)
+
+    def placed(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    weights = {path: placed(shapes[path].shape, spec) for path, spec in specs.items()}
+    program = compiled.compile_for(run, weights, placed((1, 8 * TOKENS, D), P(None, "seq")))
+    assert not {"all-to-all", "all-gather"} & {
+        operation.opcode.removesuffix("-start")
+        for operations in compiled.computations(program).values()
+        for operation in operations
+    }
+    loops = [x for x in compiled.computations(program)["ENTRY"] if x.opcode == "while"]
+    assert len([x for x in loops if "known_trip_count" not in x.rest]) == 2
+    sent = compiled.moves(program, "collective-permute")["ENTRY"]
+    rows = [during for shapes, during in sent if (1, CAPACITY, D) in shapes]
+    # Tokens, results, and the gradients of both, to seven devices each.
+    assert len(rows) == 4 * 7
+    # XLA has four transfers in flight at a time.
+    assert sum(bool(during) for during in rows[:7]) >= 4
+    most = max(elements for *_, elements in compiled.arrays_in_order(program))
+    # The shared expert's gate and up, which are more than a round's rows.
+    assert 8 * CAPACITY * D < most == TOKENS * 2 * 1024 < TOKENS * 16 * D
