@@ -1,6 +1,7 @@
 """Benchmark of a training step of a language model on all GPUs.
 
-The model has layers of a 7B model's shape, or all of Llama 3 8B's; the batch is one long sequence.
+The model has layers of a 7B model's shape, or of Qwen3 30B-A3B's with its experts or as large a
+dense MLP as a token uses, or all of Llama 3 8B's; the batch is one long sequence.
 The strategies: sequence parallelism in every layout (contiguous is plain Ring Attention), and
 tensor parallelism by heads with the same kernels, where every device has the whole sequence and a
 shard of the heads, the MLP and the vocabulary. With sequence parallelism, weights and optimizer
@@ -27,7 +28,9 @@ from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
 from burst_jax.command_line import integer
 from burst_jax.layouts.permutation import check_length
-from burst_jax.models import DecoderConfig
+from burst_jax.models import DecoderConfig, MixtureOfExperts
+from burst_jax.models.experts import Experts
+from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.peak import peak_flops
 from burst_jax.parallel.rules import ShardingRules
@@ -44,10 +47,20 @@ _LAYERS = DecoderConfig(
     vocab_size=32000, num_layers=4, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128,
     mlp_dim=14336, qk_norm=False, dtype=jnp.bfloat16,
 )  # fmt: skip
+_EXPERTS = DecoderConfig(
+    vocab_size=32000, num_layers=4, embed_dim=2048, num_heads=32, num_kv_heads=4, head_dim=128,
+    mlp_dim=768, qk_norm=True, dtype=jnp.bfloat16, feed_forward=MixtureOfExperts,
+    experts=Experts(128, 8),
+)  # fmt: skip
 SHAPES = {
     "7b-layers": _LAYERS,
     "llama-3-8b": dataclasses.replace(
         _LAYERS, vocab_size=128256, num_layers=32, rope_theta=500000.0, norm_epsilon=1e-5
+    ),
+    "qwen3-30b-a3b-layers": _EXPERTS,
+    # As many features per token in one MLP: what the experts' routing and ragged products cost.
+    "qwen3-30b-a3b-dense": dataclasses.replace(
+        _EXPERTS, mlp_dim=8 * 768, feed_forward=GatedMLP, experts=None
     ),
 }
 STRATEGIES = ("zigzag", "striped", "contiguous", "tensor parallel")

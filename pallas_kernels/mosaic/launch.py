@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import pad_axis, unvary, varying_axes
+from pallas_kernels.arrays import pad_axis, unvary, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 
@@ -119,7 +119,8 @@ def launch[Results](
         )(*arrays, *counters, *held.values())
     )
     finished = [held[i][...] if i in held else next(outputs) for i in range(len(wanted))]
-    return jax.tree.unflatten(results_tree, finished)
+    # With references among the arguments JAX drops the marks of results.
+    return jax.tree.unflatten(results_tree, vary(finished, axis_type.varying))
 
 
 def with_padding(

@@ -52,6 +52,7 @@ def report(monkeypatch, capfd):
     return run
 
 
+CLUSTER = MosaicConfig(128, 128, 2, cluster=2, v_stages=3, split_softmax=True)
 FRESH, SEGMENTS, FULL = {"carried": False}, {"segments": True}, {"full": True}
 PARAMETERS, BOTH = {"numbers": True}, {"numbers": True, "segments": True}
 ROUNDED, LAST = {"rounded": True}, {"carried": False, "rounded": True}
@@ -64,7 +65,7 @@ CALLS = [
     *(("forward", 128, options) for options in (
         FULL | ROUNDED, BOTH, RANGES | FULL, BLOCKS | BOTH, {"mods": "score+mask"},
         # Thread-block clusters of two.
-        FULL | {"config": MosaicConfig(128, 128, 2, cluster=2)},
+        FULL | {"config": CLUSTER}, ROUNDED,
     )),
     # Of multi-head latent attention, and the widest.
     ("forward", 192, FULL | {"value_dim": 128}), ("forward", 256, FULL),

@@ -197,6 +197,8 @@ MUTANTS = [
      "softmax.finish(state.m, total)", SM80),
     ("pallas_kernels/mosaic/sm90/forward.py", "_wait_for_keys(consumer, step + 1)\n        acc",
      "acc", f"{SM90} -k plain"),
+    ("pallas_kernels/mosaic/sm90/forward_scores.py", "total = total / row_halves.THREADS_OF_ROW", "pass",
+     f"{SM90} -k float16-large-tiles"),
     ("pallas_kernels/mosaic/sm90/forward.py", "static.v_stages - 2, last", "static.v_stages - 1, last",
      f"{SM90} -k plain-without"),
     ("pallas_kernels/mosaic/sm90/backward_step.py", "used, dp = p * factors, dp * factors",

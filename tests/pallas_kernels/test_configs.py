@@ -194,6 +194,34 @@ def test_long_plain_masks_use_clusters(monkeypatch, equal_registers):
         assert -(-length // tile) in jax.eval_shape(bounds, inputs).shape
 
 
+@pytest.mark.parametrize(
+    ("dim", "out_dtype", "has_carry", "producer", "expected"),
+    [
+        (128, "bfloat16", False, True, (2, 3, True)),
+        (128, "float32", True, True, (2, 3, True)),
+        # A float32 carry that is rounded takes the memory of the third stage.
+        (128, "bfloat16", True, True, (2, 2, False)),
+        (96, "bfloat16", False, True, (2, 2, False)),
+        (256, "bfloat16", False, True, (2, 2, False)),
+        (128, "float32", True, False, (2, 3, False)),
+        (64, "float32", True, False, (3, 3, False)),
+    ],
+)
+def test_third_stages_and_what_needs_them(dim, out_dtype, has_carry, producer, expected):
+    q = jnp.zeros((1, 128, 2, dim), jnp.bfloat16)
+    side = local.tokens(jnp.arange(128, dtype=jnp.int32))
+    config = dataclasses.replace(sm90.forward_config(dim), producer_warpgroup=producer)
+    if not producer:
+        config = dataclasses.replace(config, stages=2)
+    static = ForwardStatic.of(
+        local.inputs_of(q, q, q, side, side), SPEC(0.1), config,
+        out_dtype=jnp.dtype(out_dtype), has_carry=has_carry,
+    ).with_third_stages()  # fmt: skip
+    assert static.memory.nbytes <= sm90.SHARED_MEMORY
+    found = static.config
+    assert (found.stages, static.v_stages, found.split_softmax) == expected
+
+
 def test_which_accumulators_start_from_the_bias():
     q = jnp.zeros((1, 64, 4, 64), jnp.bfloat16)
     side = local.tokens(jnp.arange(64, dtype=jnp.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import grouped_cases
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import SlowerKernelsWarning, grouped
+from pallas_kernels import SlowerKernelsWarning, grouped, vary, varying_axes
 from pallas_kernels.device import Target
 from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.mosaic.sm80 import implementation
@@ -87,6 +88,26 @@ def test_inside_shard_map_scan_and_remat():
     wanted = jax.jit(jax.grad(one_by_one, (0, 1)))(x, w)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_results_of_kernels_vary_as_their_operands_do(family):
+    """Else the gradient of what uses them has another type than they have."""
+    kernels = importlib.import_module(f"pallas_kernels.mosaic.{family}.grouped")
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+    varying = []
+
+    def local(x, w, sizes):
+        w, sizes = vary((w, sizes), frozenset("d"))
+        out = kernels.product(x, w, sizes, transposed=False)
+        gradient = kernels.weight_gradient(x, out, sizes)
+        varying.extend(map(varying_axes, (out, gradient)))
+        return out
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+    rows = jnp.ones((128, 64), jnp.bfloat16)
+    jax.eval_shape(mapped, rows, jnp.ones((2, 64, 64), jnp.bfloat16), jnp.asarray([40, 20]))
+    assert varying == [{"d"}, {"d"}]
 
 
 def test_no_copy_of_the_rows_per_group():

@@ -29,6 +29,7 @@ import time
 from typing import Any, NamedTuple
 from unittest import mock
 
+import interpreted_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import instructions
+from pallas_kernels.mosaic.sm90 import instructions, row_halves
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Number of clocks that asynchronous copies and products use in turn. A race between two that share
@@ -427,6 +428,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (fragments.__name__, "_rescale_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
+        if name[0] == row_halves.__name__:
+            return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         fetches = "_fetch", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
             f"{function} has no rule here"

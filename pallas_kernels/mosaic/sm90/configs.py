@@ -46,6 +46,10 @@ class MosaicConfig:
         in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
         of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
         causal mask the earlier one visits a few that are fully masked.
+      split_softmax: forward: whether the exponentials of a step are computed for one half of the
+        rows after the other (:mod:`pallas_kernels.mosaic.sm90.row_halves`). In between a consumer
+        waits for the product with the previous tile's values, so the first half is rounded while
+        the exponentials of the second are computed. It gains with three stages of V.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers. If not, consumers start them while their products run, and all
         warpgroups have the same number of registers; cluster must be 1.
@@ -57,6 +61,7 @@ class MosaicConfig:
     do_stages: int | None = None
     v_stages: int | None = dataclasses.field(default=None, kw_only=True)
     cluster: int = dataclasses.field(default=1, kw_only=True)
+    split_softmax: bool = dataclasses.field(default=False, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self):
@@ -163,6 +168,15 @@ def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
     if is_causal:
         return 2 if head_dim > 64 and length >= 16384 else 1
     return 2 if 96 < head_dim <= 128 and length >= 4096 else 1
+
+
+def forward_splits_softmax(head_dim: int) -> bool:
+    """Whether the forward kernel gains by ``split_softmax``.
+
+    Args:
+      head_dim: the larger of H and Hv.
+    """
+    return 96 < head_dim <= 128
 
 
 def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:

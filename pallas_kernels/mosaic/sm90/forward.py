@@ -6,7 +6,8 @@ stages become free. A consumer loops over the KV tiles within the bounds: first 
 mask, then the full ones. In each step it issues two products together, ``q k^T`` of the step's tile
 and ``p v`` of the tile before, so the softmax of one consumer overlaps with the products of the
 other. Scores and softmax are in ``forward_scores.py``; ``forward_epilogue.py`` merges o with the
-incoming (o, lse) and writes it, in place where possible.
+incoming (o, lse) and writes it, in place where possible. At head dims 97 to 128 the wait for
+``p v`` is between two halves of the exponentials (``row_halves.py``).
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
 cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
@@ -40,7 +41,7 @@ from pallas_kernels.mosaic.fragments import (
 )
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
-from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores
+from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores, row_halves
 from pallas_kernels.mosaic.sm90.configs import (
     REGISTERS,
     WARPGROUP_ROWS,
@@ -79,7 +80,7 @@ def forward(
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
     static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, has_carry=has_carry)
-    if config is None and not shipped.producer_warpgroup:
+    if config is None:
         static = static.with_third_stages()
     config = static.config
     if static.consumers not in REGISTERS:
@@ -315,7 +316,7 @@ class _State(NamedTuple):
       weights: ``[64, block_kv]``, of the last tile visited, in the inputs' dtype.
       acc: float32 ``[64, Hv]``, the sum of weights times values.
       m: float32 ``[64]``, the largest score so far, in base 2.
-      total: float32 ``[64]``, the sum of weights.
+      total: float32 ``[64]``, the sum of weights; with ``split_softmax`` each thread's part of it.
     """
 
     weights: jax.Array
@@ -404,9 +405,14 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
-        p, m, total, shrink = forward_scores.update_softmax(
-            consumer, step, scores, state.m, state.total, masked
-        )
+        of_step, splits = (consumer, step), static.config.split_softmax
+        if splits:
+            p, m, shrink = forward_scores.first_half(*of_step, scores, state.m, masked)
+            total = state.total * shrink
+        else:
+            p, m, total, shrink = forward_scores.update_softmax(
+                *of_step, scores, state.m, state.total, masked
+            )
         if static.copies_late:
             _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for the product above before the
@@ -416,9 +422,12 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
+        late_m = row_halves.known_after(m, acc) if splits else m
         consumer.free_stage(memory.v_free, v_stage)
         # Most tiles hold no new maximum: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
+        if splits:
+            p, total = forward_scores.second_half(*of_step, p, late_m, total)
         return _State(p.astype(static.dtype), acc, m, total)
 
     return pl.run_scoped(products, *_accumulators(static))

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import softmax
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.fragments import along_rows
+from pallas_kernels.mosaic.sm90 import row_halves
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
@@ -31,7 +32,7 @@ def finish(consumer: Consumer, acc: jax.Array, m: jax.Array, total: jax.Array) -
       consumer: the queries.
       acc: float32 ``[64, Hv]``, the sum of weights times values.
       m: float32 ``[64]``, the largest score in base 2.
-      total: float32 ``[64]``, the sum of weights.
+      total: float32 ``[64]``, the sum of weights; with ``split_softmax`` each thread's part of it.
     """
     memory, warpgroup, work = consumer.refs.memory, consumer.warpgroup, consumer.work
     weight, carry_weight, lse = _finish_softmax(consumer, m, total)
@@ -48,6 +49,8 @@ def _finish_softmax(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """``(factor of acc, factor of the incoming o, lse)``."""
     memory, warpgroup = consumer.refs.memory, consumer.warpgroup
+    if consumer.static.config.split_softmax:
+        total = row_halves.sum_parts(total)
     excess = consumer.excess()
     divisor, lse = softmax.finish(m if excess is None else m - excess, total)
     dropout = consumer.static.spec.dropout

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
+from pallas_kernels.mosaic.sm90 import row_halves
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -131,13 +132,15 @@ def bias_accumulator(consumer: Consumer, stage: Any) -> jax.Array:
 
 
 def start_softmax(consumer: Consumer) -> tuple[jax.Array, jax.Array]:
-    """``(m, total)`` before the first KV tile."""
+    """``(m, total)`` before the first KV tile; see :func:`update_softmax`."""
     sinks = consumer.refs.inputs.sink
     sink = None if sinks is None else sinks[consumer.work.head]
     m, total = softmax.start((WARPGROUP_ROWS,), sink)
     m, total = plgpu.layout_cast(m, ROWS), plgpu.layout_cast(total, ROWS)
     if sink is not None and (excess := consumer.excess()) is not None:
         m = m + excess
+    if consumer.static.config.split_softmax:
+        total = total / row_halves.THREADS_OF_ROW
     return m, total
 
 
@@ -156,17 +159,57 @@ def update_softmax(
       step: loop step, which determines the keys.
       products: float32 ``[64, block_kv]``, ``q k^T``.
       m: float32 ``[64]``, the largest score so far, in base 2.
-      total: float32 ``[64]``, the sum of weights so far.
+      total: float32 ``[64]``, the sum of weights so far; with ``split_softmax`` each thread's part.
       masked: whether any of the tile's scores may be masked.
 
     Returns:
       ``(weights, m, total, shrink)``: the tile's weights, 0 where dropped, the new m and total, and
       the factor for sums over the tiles before.
     """
-    factor, tile = consumer.static.base_2_factor, consumer.tile(step)
+    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
+    p = jnp.exp2(scores * consumer.static.base_2_factor - along_rows(m_next, scores.shape))
+    if consumer.static.config.split_softmax:
+        total = row_halves.add_parts(total * shrink, p)
+    else:
+        total = total * shrink + p.sum(axis=1)
+    p = consumer.tile(step).without_dropped(p)
+    return optimization_barrier(p, m_next, total, shrink)
+
+
+def first_half(
+    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first half of :func:`update_softmax`, with the same arguments.
+
+    Returns:
+      ``(weights and scores, m, shrink)``: the weights of half of the rows, the others' scores.
+    """
+    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
+    half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
+    return optimization_barrier(half, m_next, shrink)
+
+
+def second_half(
+    consumer: Consumer, step: Any, half: jax.Array, m: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The second half: ``(weights, total)`` from results of :func:`first_half`.
+
+    Args:
+      consumer: the queries.
+      step: loop step.
+      half: the weights of half of the rows, the others' scores.
+      m: float32 ``[64]``, the largest score so far.
+      total: float32 ``[64]``, each thread's part of the sum of weights over the tiles before.
+    """
+    p = row_halves.exp2_of_half(half, m, consumer.static.base_2_factor, 1)
+    return consumer.tile(step).without_dropped(p), row_halves.add_parts(total, p)
+
+
+def _next_maximum(
+    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
+    tile = consumer.tile(step)
     scores = tile.scores(tile.raw(products), masked=masked)
-    m_next = jnp.maximum(m, scores.max(axis=1) * factor)
-    shrink = jnp.exp2(m - m_next)
-    p = jnp.exp2(scores * factor - along_rows(m_next, scores.shape))
-    total = total * shrink + p.sum(axis=1)
-    return optimization_barrier(tile.without_dropped(p), m_next, total, shrink)
+    m_next = jnp.maximum(m, scores.max(axis=1) * consumer.static.base_2_factor)
+    return scores, m_next, jnp.exp2(m - m_next)

@@ -16,6 +16,7 @@ from pallas_kernels.mosaic.sm90.configs import (
     backward_is_persistent,
     float32_lanes,
     forward_is_persistent,
+    forward_splits_softmax,
     result_lanes,
 )
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
@@ -116,11 +117,21 @@ class ForwardStatic(Sm90Static):
         return self.config.v_stages or self.config.stages
 
     def with_third_stages(self) -> Self:
-        """With three pipeline stages of keys and values, or of values, if they fit."""
-        # A short step's critical path is its softmax: copies should start after it.
-        small = max(self.head_dim, self.value_dim) <= 64
-        for stages in (3, self.config.stages) if small else (self.config.stages,):
-            config = dataclasses.replace(self.config, stages=stages, v_stages=3)
+        """With three pipeline stages of keys and values, or of values, where they gain and fit.
+
+        Without a producer warpgroup copies take longer. With one, values need a third stage to be
+        free earlier, between two halves of a softmax.
+        """
+        widest = max(self.head_dim, self.value_dim)
+        changes: list[dict[str, Any]] = [{"v_stages": 3}]
+        if self.config.producer_warpgroup:
+            splits = forward_splits_softmax(widest)
+            changes = [{"v_stages": 3, "split_softmax": True}] if splits else []
+        elif widest <= 64:
+            # A short step's critical path is its softmax: copies should start after it.
+            changes.insert(0, {"stages": 3, "v_stages": 3})
+        for change in changes:
+            config = dataclasses.replace(self.config, **change)
             larger = dataclasses.replace(self, config=config)
             if larger.memory.nbytes <= SHARED_MEMORY:
                 return larger

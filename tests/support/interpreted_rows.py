@@ -1,0 +1,25 @@
+"""What the functions of ``row_halves`` compute, where a warpgroup is one thread."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
+
+
+def _exp2_of_half(x, m, factor, half):
+    """Of rows 0 to 7 of every 16, or 8 to 15."""
+    of_half = (jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half)[:, None]
+    return jnp.where(of_half, jnp.exp2(jnp.where(of_half, x, 0) * factor - m[:, None]), x)
+
+
+# By the name of the function for the GPU. The threads of a row have equal parts of its sum.
+RULES = {
+    "_exp2_of_first": functools.partial(_exp2_of_half, half=0),
+    "_exp2_of_second": functools.partial(_exp2_of_half, half=1),
+    "_known_after": lambda m, acc: m,
+    "_add_parts": lambda total, x: total + x.sum(1) / THREADS_OF_ROW,
+    "_sum_parts": lambda total: total * THREADS_OF_ROW,
+}
