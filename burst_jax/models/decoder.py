@@ -29,6 +29,12 @@ from burst_jax.layers.rope import DynamicRope, Rope, rope_table
 from burst_jax.layouts.permutation import zone_size
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
+from burst_jax.models.decoder_options import (
+    check_expert_axis,
+    options_of_rules,
+    reject_own_options,
+    with_rules,
+)
 from burst_jax.models.feed_forward import Auxiliary
 from burst_jax.models.pipeline import pipelined
 from burst_jax.models.remat import Remat, remat_of_layers, rematerialized
@@ -42,7 +48,6 @@ from burst_jax.models.shardings import (
 from burst_jax.models.stack import Layer, run_ahead, run_layers
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
-    AxisNames,
     axes_size,
     constrain,
     flat_names,
@@ -50,7 +55,7 @@ from burst_jax.parallel.mesh import (
     reshard_explicit,
     resolve_mesh,
 )
-from burst_jax.parallel.rules import ShardingRules, check_rules
+from burst_jax.parallel.rules import ShardingRules
 from pallas_kernels.arrays import as_int32, vary
 
 
@@ -91,11 +96,11 @@ class Decoder(nnx.Module):
     ) -> None:
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"config is a {type(config).__name__}: it must be a DecoderConfig")
-        _reject_own_options(config, options)
+        reject_own_options(config, options)
         if rules is not None:
-            options = _with_rules(options, rules)
+            options = with_rules(options, rules)
             if rules.expert is not None:
-                _check_expert_axis(config, rules)
+                check_expert_axis(config, rules)
         if microbatches is not None:
             microbatches = check_integer("microbatches", microbatches, 1)
             if rules is None or rules.stage is None:
@@ -209,7 +214,7 @@ class Decoder(nnx.Module):
     @property
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments, except for ``config`` and ``rngs``."""
-        from_rules = {} if self.rules is None else _options_of_rules(self.rules)
+        from_rules = {} if self.rules is None else options_of_rules(self.rules)
         options = {name: value for name, value in self.options if name not in from_rules}
         return {"rules": self.rules, "microbatches": self.microbatches, **options}
 
@@ -451,33 +456,6 @@ def _run(
     )(weights, *arrays)
 
 
-def _reject_own_options(config: DecoderConfig, options: AttentionOptions) -> None:
-    """Raises TypeError for options that the decoder or its config sets."""
-    for name in ("is_causal", "logits_soft_cap"):
-        if name in options:
-            raise TypeError(
-                f"Decoder sets {name} itself: it is always causal, and the soft cap is "
-                "DecoderConfig's"
-            )
-    windows = any(kind.window is not None for kind in config.layer_pattern)
-    for name, given, field in (
-        ("scale", config.attention_scale is not None, "attention_scale"),
-        ("local_window_size", windows, "layer_pattern"),
-    ):
-        if given and name in options:
-            raise TypeError(f"{name} is given, and DecoderConfig's {field} sets it, too: pass one")
-
-
-def _check_expert_axis(config: DecoderConfig, rules: ShardingRules) -> None:
-    """Raises ValueError for an expert axis without experts."""
-    if not any("expert" in axes for axes in config.feed_forward.weight_axes.values()):
-        raise ValueError(
-            f"ShardingRules' expert is {rules.expert!r}, and feed_forward "
-            f'{config.feed_forward.__name__} has no weights with a dimension "expert": pass '
-            "expert=None, and shard batches and weights over fsdp"
-        )
-
-
 def _kinds_of_a_stage(
     config: DecoderConfig, shardings: DecoderShardings
 ) -> list[tuple[LayerKind, Remat]]:
@@ -496,22 +474,3 @@ def _kinds_of_a_stage(
         )
     selective = None if config.remat_layers is None else config.remat_layers // stages
     return list(zip(kinds[:count], remat_of_layers(config.remat, selective, count), strict=True))
-
-
-def _with_rules(options: AttentionOptions, rules: ShardingRules) -> AttentionOptions:
-    """The attention options with the mesh axes of the rules."""
-    check_rules(rules)
-    from_rules = _options_of_rules(rules)
-    for name in from_rules:
-        if name in options:
-            raise ValueError(f"{name} is given together with rules, which set it: leave it out")
-    return options | from_rules  # pyrefly: ignore
-
-
-def _options_of_rules(rules: ShardingRules) -> dict[str, AxisNames]:
-    """The attention options that the rules set."""
-    return {
-        "seq_axis": rules.seq,
-        "batch_axis": rules.batch_axes or None,
-        "tensor_axis": rules.tensor,
-    }

@@ -51,9 +51,7 @@ from pallas_kernels.mosaic.sm80.decode import (
 )
 
 
-def case(
-    sizes, layout, lengths, new, *, chunk=None, extend=None, split=False, expert=None, **config
-):
+def case(sizes, layout, lengths, new, chunk=None, extend=None, split=False, expert=None, **config):
     return locals()
 
 
@@ -63,21 +61,17 @@ CASES = [
     # Three devices divide neither 4 heads nor 50 hidden features.
     case(
         {"seq": 3}, "striped:2", [3], 60, extend=31, split=True, num_layers=1, mlp_dim=50,
-        **WITH_BIASES,
-        rope=YarnRope(10000.0, factor=4.0, old_positions=16),
+        **WITH_BIASES, rope=YarnRope(10000.0, factor=4.0, old_positions=16),
     ),
     case({"seq": 2, "tensor": 4}, "zigzag", [50], 8, chunk=30, extend=26, split=True, **LIKE_GPT),
     case({"data": 2, "seq": 2}, "zigzag", [13, 6], 3, expert=("seq", "data"), **WITH_EXPERTS),
-    case(
-        {"seq": 4, "tensor": 2}, "striped", [9], 3, split=True, expert="seq", **WITH_EXPERTS,
-        mlp_dim=50,
-    ),
+    case({"seq": 4, "tensor": 2}, "striped", [9], 3, split=True, expert="seq", **WITH_EXPERTS),
 ]  # fmt: skip
 
 
 def case_id(case):
-    mesh = "x".join(f"{name}{size}" for name, size in case["sizes"].items())
-    return f"{mesh}-{case['layout']}-{'_'.join(map(str, case['lengths']))}"
+    mesh, lengths = (f"{name}{size}" for name, size in case["sizes"].items()), case["lengths"]
+    return f"{'x'.join(mesh)}-{case['layout']}-{'_'.join(map(str, lengths))}"
 
 
 def whole_attention(model, sequences):

@@ -29,7 +29,7 @@ LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1
 
 WITH_EXPERTS = {
     "feed_forward": MixtureOfExperts, "experts": Experts(8, 2, shared_dim=8), "mlp_bias": True,
-    "num_layers": 1,
+    "mlp_dim": 50, "num_layers": 1,
 }  # fmt: skip
 WITH_BIASES = {
     "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,

@@ -416,8 +416,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
             )
         if static.copies_late:
             _copy_ahead(consumer, step, masked)
-        # This branch keeps the assembler from moving the wait for the product above before the
-        # exponentials.
+        # This branch keeps the assembler from moving the wait for p v before the exponentials.
         _wait_for_keys(consumer, step + 1)
         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
         # The weights are rounded only now: until here the product above may still have read the
@@ -446,7 +445,7 @@ def _last_product(consumer: Consumer, state: _State) -> jax.Array:
         return acc_ref[...]
 
     acc = pl.run_scoped(product, _accumulators(consumer.static)[1])
-    # The copies of the next work tile's keys need not wait for the epilogue.
+    # Copies of the next work tile's keys need not wait for the epilogue.
     consumer.free_stage(memory.v_free, stage)
     return acc
 
