@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import vary, varying_axes
+from pallas_kernels.grouped import grouped_matmul
+
+_ONES = 64
 
 
 class Routes(NamedTuple):
@@ -83,3 +87,43 @@ copied.defvjp(_copied_forward, _copied_backward)
 def summed(copies: jax.Array, tokens: int) -> jax.Array:
     """The sum of each token's copies, ``[n k, D]`` to float32 ``[n, D]``."""
     return copies.reshape(tokens, -1, copies.shape[-1]).sum(1, dtype=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_groups(dtype: Any, x: jax.Array, ids: jax.Array, sizes: jax.Array) -> jax.Array:
+    """``x[ids]``, float32 ``[E, m]`` to ``[R, m]``, for rows ordered by group.
+
+    JAX's own gradient would scatter and add, in whatever order rows arrive. Here it is a grouped
+    product of ones, summed in float32 and rounded to ``dtype``, as the groups' matrices' is.
+
+    Args:
+      dtype: of the gradient of the result, in which its values are exact.
+      x: one row per group.
+      ids: int32 ``[R]``, the group of each row; those after the last group may have any.
+      sizes: int32 ``[E]``, rows of each group.
+    """
+    return x.at[ids].get(mode="clip")
+
+
+def _of_groups_forward(
+    dtype: Any, x: jax.Array, ids: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return of_groups(dtype, x, ids, sizes), sizes
+
+
+def _of_groups_backward(
+    dtype: Any, sizes: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, None, None]:
+    rows, columns = gradient.shape
+    # As few columns as the kernels support.
+    shapes = (rows, _ONES), (sizes.shape[0], _ONES, columns)
+    axes = varying_axes(gradient, sizes)
+    ones, zeros, sizes = vary(
+        (jnp.ones(shapes[0], dtype), jnp.zeros(shapes[1], dtype), sizes), axes
+    )
+    transpose = jax.vjp(lambda matrices: grouped_matmul(ones, matrices, sizes), zeros)[1]
+    (sums,) = transpose(gradient.astype(dtype))
+    return sums[:, 0].astype(gradient.dtype), None, None
+
+
+of_groups.defvjp(_of_groups_forward, _of_groups_backward)

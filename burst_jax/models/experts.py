@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
-from burst_jax.models.expert_rows import copied, moved, routes_of, summed
+from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, summed
 from burst_jax.models.feed_forward import (
     ACTIVATIONS,
     Auxiliary,
@@ -366,9 +366,8 @@ def _run_experts(
         out = grouped_matmul(*_varying((rows, kernel, sizes)))
         if bias is None:
             return out
-        # Gathered in float32, in which the gradient's sum over rows is then computed.
-        bias, ids = _varying((bias, expert))
-        return (out + bias.at[ids].get(mode="clip")).astype(config.dtype)
+        bias = of_groups(config.dtype, *_varying((bias, expert, sizes)))
+        return (out + bias).astype(config.dtype)
 
     gate = product(rows, parameters.gate, parameters.gate_bias)
     up = product(rows, parameters.up, parameters.up_bias)

@@ -140,6 +140,11 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
     assert count(jaxpr, "top_k") == 1
     all_again = dataclasses.replace(config, remat="full")
     assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
+    # The gradients of biases scatter no rows.
+    biased = decoders.traced_gradient(
+        dataclasses.replace(config, mlp_bias=True), make_mesh(), 4, 32
+    )
+    assert count(biased, "scatter-add") == count(jaxpr, "scatter-add")
 
 
 @pytest.mark.parametrize(
