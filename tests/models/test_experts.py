@@ -140,11 +140,12 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
     assert count(jaxpr, "top_k") == 1
     all_again = dataclasses.replace(config, remat="full")
     assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
-    # The gradients of biases scatter no rows.
+    # The gradients of biases scatter no rows: the largest that is scattered are the embedding's.
     biased = decoders.traced_gradient(
         dataclasses.replace(config, mlp_bias=True), make_mesh(), 4, 32
     )
-    assert count(biased, "scatter-add") == count(jaxpr, "scatter-add")
+    scattered = [each for each, _ in equations(biased) if each.primitive.name == "scatter-add"]
+    assert max(each.invars[2].aval.size for each in scattered) == 4 * 32 * D < 4 * 32 * 2 * M
 
 
 @pytest.mark.parametrize(
