@@ -31,7 +31,7 @@ def check_expert_axis(config: DecoderConfig, rules: ShardingRules) -> None:
         raise ValueError(
             f"ShardingRules' expert is {rules.expert!r}, and feed_forward "
             f'{config.feed_forward.__name__} has no weights with a dimension "expert": pass '
-            "expert=None, and shard batches and weights over fsdp"
+            "expert=None, or feed_forward=MixtureOfExperts with experts=Experts(...)"
         )
 
 

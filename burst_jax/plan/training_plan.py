@@ -204,7 +204,7 @@ class TrainingPlan:
             remat += f" in {strategy.remat_layers}"
         return [
             " ".join(f"{name}={size}" for name, size in strategy.mesh.items()),
-            strategy.weights,
+            strategy.weights + strategy.experts,
             strategy.layout,
             remat,
             str(strategy.mlp_chunks),

@@ -73,8 +73,12 @@ class TrainingStrategy:
     def name(self) -> str:
         """Mesh and weights, as text."""
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh.items())
-        experts = f", experts over {' '.join(self.expert)}" if self.expert else ""
-        return f"{mesh} with {self.weights} weights{experts}"
+        return f"{mesh} with {self.weights} weights{self.experts}"
+
+    @property
+    def experts(self) -> str:
+        """The axes over which tokens are exchanged, as text; empty without any."""
+        return f", experts over {' '.join(self.expert)}" if self.expert else ""
 
     @property
     def arguments(self) -> dict[str, Any]:

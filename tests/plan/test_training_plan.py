@@ -90,6 +90,8 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     counted = f"{1e-9 * active:.3g} of {1e-9 * (active + 2 * 6 * 3 * 32 * 64):.3g} billion weights"
     assert f"8 experts of 64, 2 per token and a shared one of 16 ({counted})" in str(planned)
     assert {each.strategy.mlp_chunks for each in planned.estimates} == {1}
+    # What exchanges tokens has rows of its own.
+    assert "sharded, experts over seq " in planned.table(show_all=True)
     for expert in ((), ("seq",)):
         cases.append((mixture, one(planned, ring=(8,), rows=1, expert=expert)))
     flags = cases[-1][1].strategy.flags
