@@ -136,8 +136,7 @@ def _named(name: str) -> GroupedProducts:
 def _product(
     chosen: GroupedProducts, transposed: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    out = chosen.product(x, w, group_sizes, transposed=transposed)
-    return vary(out, varying_axes(x, w, group_sizes))  # Kernels may leave the mark out.
+    return chosen.product(x, w, group_sizes, transposed=transposed)
 
 
 def _product_forward(chosen, transposed, x, w, group_sizes):
@@ -155,8 +154,7 @@ def _product_backward(chosen, transposed, residuals, dy):
 def _weight_gradient(
     chosen: GroupedProducts, x: jax.Array, dy: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    out = chosen.weight_gradient(x, dy, group_sizes)
-    return vary(out, varying_axes(x, dy, group_sizes))
+    return chosen.weight_gradient(x, dy, group_sizes)
 
 
 def _weight_gradient_forward(chosen, x, dy, group_sizes):

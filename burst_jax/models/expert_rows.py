@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.grouped import grouped_matmul
 
+# Columns of ones: the fewest that the kernels support.
 _ONES = 64
 
 
@@ -115,7 +116,6 @@ def _of_groups_backward(
     dtype: Any, sizes: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, None, None]:
     rows, columns = gradient.shape
-    # As few columns as the kernels support.
     shapes = (rows, _ONES), (sizes.shape[0], _ONES, columns)
     axes = varying_axes(gradient, sizes)
     ones, zeros, sizes = vary(

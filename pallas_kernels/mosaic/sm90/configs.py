@@ -269,7 +269,7 @@ def grouped_config(row_tiles: int, columns: int) -> GroupedConfig:
 def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
     """Lanes of the backward products that make a consumer's part of dQ, one after the other.
 
-    A product of all of them has no registers beside dK and dV of wide heads.
+    Next to dK and dV of wide heads there are no registers for a product of all of them.
     """
     if config.dq_by_rows:
         return (head_dim,)
