@@ -25,7 +25,7 @@ from jax.experimental.mosaic.gpu import utils
 
 import burst_jax
 from benchmarks.command_line import require_gpus
-from benchmarks.kernels import Case
+from benchmarks.kernels import Case, arrays_of
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, mosaic_sm80
 from pallas_kernels.timing import median_time
 
@@ -56,22 +56,6 @@ def sm80_attention(case: Case, **options: Any) -> Callable[..., jax.Array]:
     segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
     options = {**case.options, **segments, **case.per_head(), **options}
     return functools.partial(burst_jax.local_attention, implementation=SM80, **options)
-
-
-def arrays_of(case: Case) -> tuple[jax.Array, ...]:
-    """Random q, k, v and dO of a case, bfloat16."""
-    value_dim = case.value_dim or case.head_dim
-    shapes = (
-        (case.heads, case.head_dim),
-        (case.kv_heads, case.head_dim),
-        (case.kv_heads, value_dim),
-        (case.heads, value_dim),
-    )
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return tuple(
-        jax.random.normal(key, (case.batch, case.length, *shape), jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
-    )
 
 
 def sm80_times(case: Case, **options: Any) -> tuple[float, float]:
@@ -205,10 +189,9 @@ def print_rates(cases: Sequence[Case]) -> None:
             except Exception as error:  # Continue with the others.
                 print(f"{case.name}: failed: " + " ".join(str(error).split())[:200])
                 measured.append(None)
-        tera = case.flops() / 1e12
+        tera, tera_both = 1e-12 * case.flops(), 1e-12 * case.flops_with_gradients()
         ours, theirs = (
-            None if times is None else (tera / times[0], 3.5 * tera / times[1])
-            for times in measured
+            None if times is None else (tera / times[0], tera_both / times[1]) for times in measured
         )
         line = "; ".join("-" if x is None else f"{x[0]:.0f} / {x[1]:.0f}" for x in (ours, theirs))
         if ours is not None and theirs is not None:

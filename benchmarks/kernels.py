@@ -2,7 +2,7 @@
 
 Every result is compared with float64 first, and wrong implementations are not timed. Counted FLOPs:
 ``4 H`` forward per unmasked score, sequence and head, with T^2 / 2 scores under causal masks;
-forward and backward together 3.5 times as many.
+forward and backward together 3.5 times as many, if keys and values have the same head dim.
 """
 
 from __future__ import annotations
@@ -135,7 +135,18 @@ class Case:
 
     def flops(self) -> float:
         """FLOPs of the forward pass."""
-        dims = self.head_dim + (self.value_dim or self.head_dim)
+        return self._products(1, 1)
+
+    def flops_with_gradients(self) -> float:
+        """FLOPs of the forward and the backward pass.
+
+        The backward pass multiplies scores with vectors of head dim H three times (S, dQ, dK), and
+        with vectors of head dim Hv twice (dP, dV).
+        """
+        return self._products(4, 3)
+
+    def _products(self, of_keys: int, of_values: int) -> float:
+        dims = of_keys * self.head_dim + of_values * (self.value_dim or self.head_dim)
         return 2 * self.batch * self.heads * dims * self.scores()
 
 
@@ -151,6 +162,23 @@ CASES = (
     Case("causal, sinks", 1, 16384, 32, 32, 128, is_causal=True, sinks=True),
     Case("causal, ALiBi", 1, 16384, 32, 32, 128, is_causal=True, slopes=True),
 )
+
+
+def arrays_of(case: Case) -> tuple[jax.Array, ...]:
+    """Random q, k, v and dO of a case, bfloat16."""
+    value_dim = case.value_dim or case.head_dim
+    shapes = (
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, value_dim),
+        (case.heads, value_dim),
+    )
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return tuple(
+        jax.random.normal(key, (case.batch, case.length, *shape), jnp.bfloat16)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
+
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -310,7 +338,8 @@ def measure(inputs: KernelInputs, peer: str, make: Maker, limit: float) -> Row:
         return row
     tera = inputs.case.flops() / 1e12
     row.forward = tera / median_time(lambda: forward(*arrays))
-    row.both = 3.5 * tera / median_time(lambda: both(*arrays, inputs.do))
+    tera_both = inputs.case.flops_with_gradients() / 1e12
+    row.both = tera_both / median_time(lambda: both(*arrays, inputs.do))
     return row
 
 

@@ -25,7 +25,7 @@ NEED_A_GPU = "benchmarks {} needs an NVIDIA GPU; JAX runs on 'cpu' here"
 EXITS = {
     **{
         name: NEED_A_GPU.format(name)
-        for name in ("kernels", "train", "loss", "serve", "decode", "ampere")
+        for name in ("kernels", "train", "loss", "serve", "decode", "ampere", "flash")
     },
     "ring": "benchmarks ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring --cases 0 --strategies zigzag zigag": r"--strategies ['zigag']: these cases have Ulysses",
