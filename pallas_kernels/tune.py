@@ -51,7 +51,7 @@ class Backend:
       space: ``(kernel, head_dim, value_dim) -> candidates``.
       syntax: of a config on the command line.
       entry: format of the line for ``configs.py``, with the fields ``kernel``, ``dims`` (H, and Hv
-        if it differs), ``dim`` (the larger one), ``name`` of the config's type, and ``tiles``.
+        if it differs), ``name`` of the config's type, and ``tiles``.
     """
 
     config: Mapping[str, Callable[..., Any]]
@@ -90,7 +90,7 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
     """
     dtype, producer = jnp.bfloat16, moves_registers()
     if kernel == "forward":
-        tiles = itertools.product((128, 192), (64, 128, 192, 256), (2, 3, 4))
+        tiles = itertools.product((128, 192), (64, 96, 128, 192, 256), (2, 3, 4))
         # Consumers that start copies need a third stage of values, and no other CTA's consumers.
         options = [{"cluster": n} for n in (1, 2)] if producer else [{}, {"v_stages": 3}]
         for option, numbers in itertools.product(options, tiles):
@@ -136,7 +136,7 @@ BACKENDS = {
         make=mosaic_sm90,
         space=mosaic_space,
         syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1]",
-        entry="{kernel}_config({dim}): {name}{tiles}",
+        entry="{kernel}_config({dims}): {name}{tiles}",
     ),
 }
 
@@ -292,7 +292,7 @@ def main() -> None:
             rate = 2 * problem.scores * lanes / seconds / 1e12
             print(f"  {written(config):28} {seconds * 1e3:8.3f} ms {rate:6.0f} TFLOP/s")
         if rows:
-            of = {"kernel": kernel, "dims": f"{dims[0]}{value}", "dim": max(dims)}
+            of = {"kernel": kernel, "dims": f"{dims[0]}{value}"}
             of["name"] = type(rows[0][1]).__name__
             entry = backend.entry.format(**of, tiles=written(rows[0][1]))
             print(f"  entry: {entry}", flush=True)

@@ -48,8 +48,11 @@ SPEC = AttentionSpec.of
         (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
         (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
         (lambda: MosaicConfig(128, 128, 1), "stages is 1: it must be 2 or more"),
-        (lambda: MosaicConfig(32, 128, 2), "block_q is 32: it must be a multiple of 64"),
-        (lambda: MosaicConfig(128, 100, 2), "block_kv is 100: it must be a multiple of 64"),
+        (lambda: MosaicConfig(32, 128, 2), "block_q is 32: it must be 64 or more, a multiple of 64"),
+        (
+            lambda: MosaicConfig(128, 100, 2),
+            "block_kv is 100: it must be 64 or more, a multiple of 32",
+        ),
         (lambda: MosaicConfig(128, 128, 2, cluster=0), "cluster is 0: it must be 1 or 2"),
         (lambda: MosaicConfig(128, 128, 2, cluster=3), "cluster is 3: it must be 1 or 2"),
         (
@@ -106,18 +109,38 @@ DIMS = range(16, 257, 16)
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
-def test_sm90_forward_tiles_fit(out_dtype):
-    for dim, value_dim, in_accumulator in itertools.product(DIMS, DIMS, (False, True)):
-        config = sm90.forward_config(max(dim, value_dim))
+def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
+    for equal, *dims, in_accumulator in itertools.product((0, 1), DIMS, DIMS, (False, True)):
+        monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
+        config = sm90.forward_config(*dims)
         memory = ForwardMemory.of(
-            config, dim, jnp.bfloat16, out_dtype, True, in_accumulator, value_dim
+            config, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
         )
-        assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, (dim, value_dim)
+        assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, dims
     for dim in DIMS:
-        lanes = sm90.float32_lanes(dim)
-        assert dim % sm90.result_lanes(dim, out_dtype == jnp.float32) == 0
-        assert sm90.result_lanes(dim, out_dtype == jnp.float32) % lanes == 0
-        assert lanes <= 64
+        for most in sm90.staging_limits(dim):
+            lanes = sm90.float32_lanes(dim, most)
+            out_lanes = sm90.result_lanes(dim, out_dtype == jnp.float32, most)
+            assert dim % out_lanes == out_lanes % lanes == 0
+            assert lanes <= most
+
+
+def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():
+    """The largest tiles leave 16 KiB for o: 32 of its lanes in float32, 16 with a carry."""
+    for config, out_dtype, has_carry, expected in (
+        (sm90.MosaicConfig(128, 64, 2), jnp.bfloat16, False, (64, 128)),
+        (sm90.MosaicConfig(128, 64, 2), jnp.float32, False, (64, 64)),
+        (sm90.MosaicConfig(128, 128, 2), jnp.bfloat16, False, (32, 32)),
+        (sm90.MosaicConfig(128, 128, 2), jnp.float32, True, (32, 32)),
+        (sm90.MosaicConfig(128, 128, 2), jnp.bfloat16, True, (16, 16)),
+    ):
+        q, v = jnp.zeros((1, 128, 2, 192), jnp.bfloat16), jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
+        side = local.tokens(jnp.arange(128, dtype=jnp.int32))
+        static = ForwardStatic.of(
+            local.inputs_of(q, q, v, side, side), SPEC(0.1), config,
+            out_dtype=jnp.dtype(out_dtype), has_carry=has_carry,
+        )  # fmt: skip
+        assert (static.lanes, static.out_lanes) == expected
 
 
 def test_sm90_backward_tiles_of_wide_heads_fit():
@@ -223,8 +246,9 @@ def test_long_plain_masks_use_clusters(monkeypatch, equal_registers):
     [
         (128, "bfloat16", False, True, (2, 3, True)),
         (128, "float32", True, True, (2, 3, True)),
-        # A float32 carry that is rounded takes the memory of the third stage.
-        (128, "bfloat16", True, True, (2, 2, False)),
+        # A third stage leaves a carry that is rounded a quarter of the staging memory.
+        (128, "bfloat16", True, True, (2, 3, True)),
+        (192, "bfloat16", False, True, (2, 2, True)),
         (96, "bfloat16", False, True, (2, 2, False)),
         (256, "bfloat16", False, True, (2, 2, False)),
         (128, "float32", True, False, (2, 3, False)),

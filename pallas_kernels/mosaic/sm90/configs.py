@@ -8,6 +8,7 @@ in the backward's loop for wider heads, and how the fastest were found.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -43,7 +44,8 @@ class MosaicConfig:
 
     Attributes:
       block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
-      block_kv: keys per tile. Backward: 128, 64 per consumer warpgroup; or 64, if ``wide``.
+      block_kv: keys per tile, a multiple of 32. Backward: 128, 64 per consumer warpgroup; or 64, if
+        ``wide``.
       stages: pipeline stages of the side that is looped over.
       do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
       v_stages: pipeline stages of V in the forward kernel; None: as many as of K.
@@ -54,7 +56,8 @@ class MosaicConfig:
       split_softmax: forward: whether the exponentials of a step are computed for one half of the
         rows after the other (:mod:`pallas_kernels.mosaic.sm90.row_halves`). In between a consumer
         waits for the product with the previous tile's values, so the first half is rounded while
-        the exponentials of the second are computed. It gains with three stages of V.
+        the exponentials of the second are computed. Up to head dim 128 it gains with three stages
+        of V only.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers. If not, consumers start them while their products run, and all
         warpgroups have the same number of registers; cluster must be 1.
@@ -73,10 +76,10 @@ class MosaicConfig:
     wide: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        for name in ("block_q", "block_kv"):
+        for name, unit in (("block_q", 64), ("block_kv", 32)):
             size = getattr(self, name)
-            if size < 64 or size % 64:
-                raise ValueError(f"{name} is {size}: it must be a multiple of 64")
+            if size < 64 or size % unit:
+                raise ValueError(f"{name} is {size}: it must be 64 or more, a multiple of {unit}")
         for name in ("stages", "do_stages", "v_stages"):
             stages = getattr(self, name)
             if stages is not None and stages < 2:
@@ -160,20 +163,30 @@ def for_this_jax(config: MosaicConfig) -> MosaicConfig:
     return dataclasses.replace(config, producer_warpgroup=False, cluster=1)
 
 
-def forward_config(head_dim: int, needs_registers: bool = False) -> MosaicConfig:
+def forward_config(
+    head_dim: int, value_dim: int | None = None, needs_registers: bool = False
+) -> MosaicConfig:
     """The shipped forward config.
 
     Args:
-      head_dim: the larger of H and Hv.
-      needs_registers: whether the call has something that three consumer warpgroups have no
-        registers for: dropout, a soft cap, a user function, a bias that is added to the scores, or
-        a bias together with segment ids or a window.
+      head_dim: H.
+      value_dim: Hv; None is H.
+      needs_registers: whether the call has something that three consumer warpgroups, or 96 keys of
+        wide heads, have no registers for: dropout, a soft cap, a user function, KV bounds, a
+        block-sparse mask, a bias that is added to the scores, or a bias together with segment ids
+        or a window.
     """
-    if head_dim <= 64 and not needs_registers:
+    value_dim = head_dim if value_dim is None else value_dim
+    widest = max(head_dim, value_dim)
+    if widest <= 64 and not needs_registers:
         return MosaicConfig(192, 128, 3)
-    if head_dim <= 128:
+    if widest <= 128:
         return MosaicConfig(128, 128, 2)
-    return MosaicConfig(128, 64, 2)
+    if widest > 192 or not moves_registers():
+        return MosaicConfig(128, 64, 2)
+    if value_dim <= 128:
+        return MosaicConfig(128, 128, 2)
+    return MosaicConfig(128, 64 if needs_registers else 96, 2)
 
 
 def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
@@ -189,16 +202,23 @@ def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
     """
     if is_causal:
         return 2 if head_dim > 64 and length >= 16384 else 1
-    return 2 if 96 < head_dim <= 128 and length >= 4096 else 1
+    return 2 if 96 < head_dim <= 192 and length >= 4096 else 1
 
 
-def forward_splits_softmax(head_dim: int) -> bool:
-    """Whether the forward kernel gains by ``split_softmax``.
+def softmax_split(head_dim: int, needs_registers: bool) -> dict[str, Any] | None:
+    """The change of a forward config that computes exponentials by halves of the rows.
 
     Args:
       head_dim: the larger of H and Hv.
+      needs_registers: whether the call has dropout, a soft cap, a bias or a user function.
+
+    Returns:
+      None where it gains nothing. Else it gains if it fits in shared memory.
     """
-    return 96 < head_dim <= 128
+    if 96 < head_dim <= 128:
+        # Values need a third stage to be free earlier, between two halves of a softmax.
+        return {"split_softmax": True, "v_stages": 3}
+    return {"split_softmax": True} if 128 < head_dim <= 192 and not needs_registers else None
 
 
 def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:
@@ -284,18 +304,21 @@ def staging_lanes(config: MosaicConfig, head_dim: int) -> int:
     return 32 if config.wide else head_dim // 2
 
 
-def float32_lanes(value_dim: int) -> int:
-    """Lanes of a float32 tile of o that go through shared memory at a time, at most 64.
+def staging_limits(value_dim: int) -> tuple[int, ...]:
+    """Lanes of o that may go through shared memory at a time, the widest that fits first.
 
     With Hv above 128 at most 32, which leaves room for part of the rounded result.
     """
-    step, most = swizzle_lanes(value_dim, 2), 64 if value_dim <= 128 else 32
-    step = min(step, most)
+    return (64, 32, 16) if value_dim <= 128 else (32, 16)
+
+
+def float32_lanes(value_dim: int, most: int) -> int:
+    """Lanes of a float32 tile of o that go through shared memory at a time, at most ``most``."""
+    step = min(swizzle_lanes(value_dim, 2), most)
     return max(c for c in range(step, most + 1, step) if value_dim % c == 0)
 
 
-def result_lanes(value_dim: int, float32: bool) -> int:
-    """Lanes of o that are written at a time, in float32 or rounded."""
-    if float32:
-        return float32_lanes(value_dim)
-    return value_dim if value_dim <= 128 else float32_lanes(value_dim)
+def result_lanes(value_dim: int, float32: bool, most: int) -> int:
+    """Lanes of o that are written at a time, in float32 or rounded: all, if there is room."""
+    whole = not float32 and most == staging_limits(128)[0]
+    return value_dim if whole else float32_lanes(value_dim, most)

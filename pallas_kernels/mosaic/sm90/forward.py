@@ -142,7 +142,7 @@ def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfi
     has_block_mask = inputs.shared.block_mask is not None
     needs_registers = needs_registers or inputs.has_kv_bounds or has_block_mask
     head_dim = max(inputs.head_dim, inputs.value_dim)
-    config = forward_config(head_dim, bias_counts or needs_registers)
+    config = forward_config(inputs.head_dim, inputs.value_dim, bias_counts or needs_registers)
     if other_masks or inputs.has_bias or needs_registers:
         return for_this_jax(config)
     length = min(inputs.q_length, inputs.kv_length)

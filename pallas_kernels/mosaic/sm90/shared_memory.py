@@ -21,12 +21,14 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
+    SHARED_MEMORY,
     WARPGROUP_ROWS,
     WIDE_SCORE_QUERIES,
     MosaicConfig,
     float32_lanes,
     result_lanes,
     staging_lanes,
+    staging_limits,
 )
 from pallas_kernels.mosaic.tile_scheduler import SLOTS
 from pallas_kernels.mosaic.transfers import matrix_transforms
@@ -86,7 +88,7 @@ class ForwardMemory(NamedTuple):
         bias_in_accumulator: bool = False,
         value_dim: int | None = None,
     ) -> ForwardMemory:
-        """Descriptions.
+        """Descriptions, with the widest staging buffers that fit.
 
         Args:
           config: tile sizes.
@@ -98,11 +100,21 @@ class ForwardMemory(NamedTuple):
           value_dim: Hv; None is H.
         """
         value_dim = head_dim if value_dim is None else value_dim
+        sizes = config, head_dim, dtype, out_dtype, has_carry, bias_in_accumulator, value_dim
+        memories = [cls._of(*sizes, most_lanes) for most_lanes in staging_limits(value_dim)]
+        return next((x for x in memories if x.nbytes <= SHARED_MEMORY), memories[-1])
+
+    @classmethod
+    def _of(
+        cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, out_dtype: DTypeLike,
+        has_carry: bool, bias_in_accumulator: bool, value_dim: int, most_lanes: int,
+    ) -> ForwardMemory:  # fmt: skip
         block_kv, stages = config.block_kv, config.stages
         v_stages = config.v_stages or stages
         consumers, rows = config.block_q // WARPGROUP_ROWS, WARPGROUP_ROWS
         float32 = jnp.dtype(out_dtype) == jnp.float32
-        lanes, out_lanes = float32_lanes(value_dim), result_lanes(value_dim, float32)
+        lanes = float32_lanes(value_dim, most_lanes)
+        out_lanes = result_lanes(value_dim, float32, most_lanes)
         carry_o = None
         if has_carry and not float32:
             carry_o = _matrix((consumers, rows, lanes), jnp.float32)
@@ -112,7 +124,12 @@ class ForwardMemory(NamedTuple):
         return cls(
             q=_matrix((consumers, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),
-            v=_matrix((v_stages, block_kv, value_dim), dtype),
+            # A product contracts as many values at a time as a swizzled tile has lanes.
+            v=_matrix(
+                (v_stages, block_kv, value_dim),
+                dtype,
+                lanes=math.gcd(value_dim, 32) if block_kv % 64 else None,
+            ),
             out=_matrix((consumers, rows, out_lanes), out_dtype, lanes=lanes),
             carry_o=carry_o,
             lse=plgpu.SMEM((consumers + bias_in_accumulator, rows), jnp.float32),

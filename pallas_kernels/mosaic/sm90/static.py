@@ -18,9 +18,9 @@ from pallas_kernels.mosaic.sm90.configs import (
     dq_widths,
     float32_lanes,
     forward_is_persistent,
-    forward_splits_softmax,
-    result_lanes,
+    softmax_split,
     staging_lanes,
+    staging_limits,
 )
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.mosaic.static import KernelStatic
@@ -120,16 +120,16 @@ class ForwardStatic(Sm90Static):
         return self.config.v_stages or self.config.stages
 
     def with_third_stages(self) -> Self:
-        """With three pipeline stages of keys and values, or of values, where they gain and fit.
+        """With a third pipeline stage, and a softmax by halves, where they gain and fit.
 
-        Without a producer warpgroup copies take longer. With one, values need a third stage to be
-        free earlier, between two halves of a softmax.
+        Without a producer warpgroup copies take longer. With one, a third stage serves a softmax by
+        halves.
         """
         widest = max(self.head_dim, self.value_dim)
         changes: list[dict[str, Any]] = [{"v_stages": 3}]
         if self.config.producer_warpgroup:
-            splits = forward_splits_softmax(widest)
-            changes = [{"v_stages": 3, "split_softmax": True}] if splits else []
+            split = softmax_split(widest, self.needs_registers)
+            changes = [] if split is None else [split]
         elif widest <= 64:
             # A short step's critical path is its softmax: copies should start after it.
             changes.insert(0, {"stages": 3, "v_stages": 3})
@@ -162,12 +162,15 @@ class ForwardStatic(Sm90Static):
     @property
     def lanes(self) -> int:
         """Lanes of the incoming o that are in shared memory at a time."""
-        return float32_lanes(self.value_dim)
+        memory = self.memory
+        if memory.carry_o is not None:
+            return memory.carry_o.shape[-1]
+        return min(self.out_lanes, float32_lanes(self.value_dim, staging_limits(self.value_dim)[0]))
 
     @property
     def out_lanes(self) -> int:
         """Lanes of o that are written at a time, a multiple of ``lanes``."""
-        return result_lanes(self.value_dim, self.float32_out)
+        return self.memory.out.shape[-1]
 
     @property
     def work_tiles(self) -> WorkTiles:
