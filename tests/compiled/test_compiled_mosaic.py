@@ -67,8 +67,9 @@ CALLS = [
         # Thread-block clusters of two.
         FULL | {"config": CLUSTER}, ROUNDED,
     )),
-    # Of multi-head latent attention, and the widest.
-    ("forward", 192, FULL | {"value_dim": 128}), ("forward", 256, FULL),
+    # Of multi-head latent attention, 96 keys, and the widest.
+    ("forward", 192, FULL | {"value_dim": 128}), ("forward", 192, LAST), ("forward", 192, BOTH),
+    ("forward", 256, FULL),
     # Tiles of 128 queries, then of 64.
     *(("backward", 64, options) for options in (
         {}, LAST | SEGMENTS, RANGES, {"blocks": 128}, LAST | {"deterministic": True}, BOTH,
