@@ -20,6 +20,7 @@ from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, use_fused_qkv
+from burst_jax.serving.one_row import use_one_row
 from burst_jax.serving.sharded_weights import (
     local_shard,
     pad_hidden,
@@ -218,10 +219,13 @@ class ServedModel:
                     layers[index + 1] = self._gathered_layer(after, specs[index + 1])
             layer = nnx.merge(self._layer, layers[index])
             if not gather:
+                layer.mlp.is_decoding = True
                 experts = self.shardings.expert_axes
                 layer.mlp.same_tokens_axis = tuple(n for n in experts if n in token_axes)
             if self.sharded and not gather:
                 use_sharded_weights(layer, self.shardings)
+            elif not gather and tokens.size == 1:
+                use_one_row(layer)
             if self._fuses_qkv:
                 use_fused_qkv(layer, config.num_heads // axes_size(self.shardings.mesh, axes))
             fn = partial(attend, index)
