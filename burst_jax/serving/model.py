@@ -51,6 +51,8 @@ class ServedModel:
         (:mod:`burst_jax.serving.sharded_weights`); else only over the tensor axes.
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: the spec of each array.
+      leaves: the arrays of ``weights``, the argument of programs: to flatten modules' states in
+        every step takes the host longer than a small step takes the device.
       scale: the attention option of the decoder.
     """
 
@@ -81,6 +83,7 @@ class ServedModel:
         self.weights: dict[str, Any] = {}
         self.specs: dict[str, Any] = {}
         self._place(state, model.head is not None)
+        self.leaves, self._tree = jax.tree.flatten(self.weights)
 
     def _place(self, state: nnx.State, has_head: bool) -> None:
         """Copies the decoder's weights with the shardings of serving."""
@@ -129,6 +132,10 @@ class ServedModel:
         for name, (matrix, spec) in matrices.items():
             self.specs[name] = spec.get_value()
             self.weights[name] = placed(matrix[...], self.specs[name])
+
+    def unflatten(self, leaves: list[Any]) -> dict[str, Any]:
+        """Arrays, or anything else, in the order of ``leaves``, as ``weights`` has them."""
+        return jax.tree.unflatten(self._tree, leaves)
 
     @property
     def _fuses_qkv(self) -> bool:

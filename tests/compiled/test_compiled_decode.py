@@ -87,7 +87,7 @@ def decode_program(gpu, config):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     one, row = shapes((jnp.int32(0), jnp.zeros(1, jnp.int32)))
-    arguments = shapes(steps.model.weights), shapes(server._cache), row, row
+    arguments = shapes(steps.model.leaves), shapes(server._cache), row, row
     arguments = *arguments, TokenPosition(*[one] * 4)
     with jax.set_mesh(mesh), compiled.mosaic_compiles_for(mesh):
         return steps.decode.lower(*arguments).compile()
