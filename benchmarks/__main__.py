@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
-from benchmarks import ampere, decode, flash, kernels, loss, packed, plan, plot, ring, serve, train
 from burst_jax.command_line import Parser, Unusable
+
+# Modules of this package, in the order of ``--help``.
+BENCHMARKS = (
+    "kernels", "ring", "packed", "train", "loss", "serve", "decode", "decode_step", "ampere", "flash",
+    "plan", "plot",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark that is named."""
     parser = Parser(prog="python -m benchmarks", description=main.__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
-    for benchmark in (kernels, ring, packed, train, loss, serve, decode, ampere, flash, plan, plot):
-        benchmark.add_command(commands)
+    for benchmark in BENCHMARKS:
+        importlib.import_module(f"benchmarks.{benchmark}").add_command(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

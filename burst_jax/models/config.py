@@ -194,9 +194,8 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, with its RoPE."""
         default = Rope(self.rope_theta) if self.rope is None else self.rope
-        count = len(self.layer_pattern)
-        kinds = (self.layer_pattern[layer % count] for layer in range(self.num_layers))
-        return tuple(LayerKind(kind.window, kind.rope or default) for kind in kinds)
+        kinds = [LayerKind(kind.window, kind.rope or default) for kind in self.layer_pattern]
+        return tuple(kinds[layer % len(kinds)] for layer in range(self.num_layers))
 
     @property
     def layer_ropes(self) -> tuple[Rope, ...]:

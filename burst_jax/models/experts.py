@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
+from burst_jax.models.expert_decoding import can_decode, run_decoding
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
 from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, summed
 from burst_jax.models.feed_forward import (
@@ -221,6 +222,11 @@ class MixtureOfExperts(FeedForward):
             out, of_all = run_exchanged(
                 run, arrays, routes, axes=sent, factor=experts.capacity_factor, meanwhile=shared
             )
+        elif self.is_decoding and can_decode(tokens.shape[0], arrays[0]):
+            of_all = shared()
+            distinct = tokens.shape[0] == 1 and not same
+            hidden = partial(_hidden, config)
+            out = run_decoding(hidden, *arrays, ids, distinct)
         else:
             of_all = shared()
             order, inverse = _varying((routes.order, routes.inverse))
@@ -367,20 +373,24 @@ def _run_experts(
         if bias is None:
             return out
         bias = of_groups(config.dtype, *_varying((bias, expert, sizes)))
-        return (out + bias).astype(config.dtype)
+        return (out.astype(jnp.float32) + bias).astype(config.dtype)
 
     gate = product(rows, parameters.gate, parameters.gate_bias)
     up = product(rows, parameters.up, parameters.up_bias)
     if keeps_products:
         gate, up = (checkpoint_name(each, MLP_PRODUCTS) for each in (gate, up))
-    clamp = config.experts.clamp
-    if clamp is None:
-        hidden = ACTIVATIONS[config.activation](gate) * up
-    else:
-        gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
-        hidden = gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+    hidden = _hidden(config, gate, up)
     # Weighted before the last product, whose output the gradient then does not read.
     return product(hidden * row_weights[:, None].astype(config.dtype), parameters.down)
+
+
+def _hidden(config: DecoderConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gated unit."""
+    clamp = config.experts.clamp
+    if clamp is None:
+        return ACTIVATIONS[config.activation](gate) * up
+    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+    return gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
 
 
 def _varying(arrays: Any) -> Any:

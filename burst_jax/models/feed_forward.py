@@ -75,6 +75,7 @@ class FeedForward(nnx.Module):
         The decoder sets it. Serving shards "mlp" over those of ``hidden_axis`` that are not in it.
       same_tokens_axis: those of ``expert_axis`` along which devices have the same tokens, in a
         decoding step of serving, which sets it.
+      is_decoding: whether it runs such a step: few tokens, and no gradient. Serving sets it.
     """
 
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]]
@@ -82,6 +83,7 @@ class FeedForward(nnx.Module):
     hidden_axis: AxisNames
     expert_axis: AxisNames = None
     same_tokens_axis: AxisNames = None
+    is_decoding: bool = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from burst_jax.models.config import DecoderConfig
 from burst_jax.plan.attention_plan import IMPORTS, as_arguments, as_python, mesh_code
+from burst_jax.plan.config_code import config_code
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.step_memory import StepMemory
 from burst_jax.plan.step_time import StepSeconds
@@ -225,22 +226,27 @@ class TrainingPlan:
         moments = [f"moment_dtype={as_python(self.moment_dtype)}"] if bfloat16 else []
         moments += ['moments="host"'] if strategy.moments == "host" else []
         count = strategy.remat_layers
+        if model == "DIR":
+            config = config_code(self.config)
+        else:
+            loaded = f"{model!r}, dtype=jnp.bfloat16, param_dtype=jnp.float32"
+            config = [f"config = burst_jax.models.load_config({loaded})"]
         lines = [
-            "recommended, with your config, seed and "
-            f"{'learning_rate and steps' if moments else 'optimizer'}:",
+            "recommended:",
             "    import dataclasses",
-            *IMPORTS,
+            *IMPORTS[:-1],
+            "    import jax.numpy as jnp",
+            *(f"    {line}" for line in config),
+            "    learning_rate, steps, seed = 1e-5, 1000, 0  # yours",
+            "",
             f"    {mesh_code(strategy.mesh)}",
             f'    config = dataclasses.replace(config, remat="{strategy.remat}", '
             + ("" if count is None else f"remat_layers={count}, ")
             + f"mlp_chunks={strategy.mlp_chunks})",
+            "    optimizer = burst_jax.training.make_optimizer(",
+            f"        {', '.join(['learning_rate', 'steps', *moments])}",
+            "    )",
         ]
-        if moments:
-            lines += [
-                "    optimizer = burst_jax.training.make_optimizer(",
-                f"        learning_rate, steps, {', '.join(moments)}",
-                "    )",
-            ]
         if rules is not None:
             axes = as_arguments(dataclasses.asdict(rules))
             lines.append(f"    rules = burst_jax.ShardingRules({axes})")

@@ -7,7 +7,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -97,10 +97,14 @@ def training(
 
     _, shapes = abstract_decoder(config, mesh=next(_meshes(cluster, 1)).abstract_mesh)
     estimates, left_out = [], []
+    # Of an attention, which does not depend on what else a mesh shards.
+    attentions: dict[Any, Estimate] = {}
     for mesh in _with_expert_axes(config, _meshes(cluster, batch)):
         try:
             sizes = device_sizes(config, shapes, mesh, length=length, batch=batch)
-            search = _Search(config, cluster, length, batch, dtype.itemsize, mesh, sizes)
+            search = _Search(
+                config, cluster, length, batch, dtype.itemsize, mesh, sizes, attentions
+            )
             estimates += search.estimates(places)
         except ValueError as error:
             left_out.append((f"{mesh.name}, {mesh.layout}", str(error)))
@@ -175,6 +179,7 @@ class _Search:
       moment_size: bytes of one optimizer moment of a weight.
       mesh: the mesh and the layout.
       sizes: one device's share of the step.
+      attentions: estimates of one layer's attention, shared with the other meshes.
     """
 
     config: DecoderConfig
@@ -184,6 +189,7 @@ class _Search:
     moment_size: int
     mesh: TrainingStrategy
     sizes: DeviceSizes
+    attentions: dict[Any, Estimate]
 
     def estimates(self, places: tuple[Moments, ...]) -> list[StepEstimate]:
         """An estimate for each remat and place of the moments."""
@@ -201,12 +207,15 @@ class _Search:
     @functools.cached_property
     def _attention(self) -> dict[LayerKind, Estimate]:
         """One layer's attention, by the kind of the layer."""
-        return {
-            kind: attention_of(
-                self.config, kind, self.cluster, self.mesh, length=self.length, rows=self.sizes.rows
-            )
-            for kind in dict.fromkeys(self.config.layer_kinds)
-        }
+        mesh, rows, found = self.mesh, self.sizes.rows, {}
+        for kind in dict.fromkeys(self.config.layer_kinds):
+            key = kind, rows, mesh.attention, mesh.layout, mesh.tensor
+            if key not in self.attentions:
+                self.attentions[key] = attention_of(
+                    self.config, kind, self.cluster, mesh, length=self.length, rows=rows
+                )
+            found[kind] = self.attentions[key]
+        return found
 
     def _some_selective(self, strategy: TrainingStrategy) -> list[StepEstimate]:
         """The strategy with as many "selective" layers as fit; empty if not even one does."""

@@ -116,7 +116,13 @@ def decode_attention(
         partial = attend_by_matmuls(query, keys, values, slots, last, **scores)
     else:
         slot_arrays = slots.cache_positions, slots.present
-        found = partial_attention(query, keys, values, *slot_arrays, last, used, **scores)
+
+        def merge(*parts: jax.Array) -> PartialAttention:
+            return PartialAttention(*parts).merged()
+
+        found = partial_attention(
+            query, keys, values, *slot_arrays, last, used, merge=merge, **scores
+        )
         partial = PartialAttention(*found)
     return partial.gathered(axes).attention(sink_logits).astype(dtype)
 

@@ -318,7 +318,7 @@ class Generator:
             reach = 0 if cache_was_empty and first == 0 else self._reach(used + shard)
             cache, logits = self._steps.prefill(
                 reach,
-                self._steps.model.weights,
+                self._steps.model.leaves,
                 cache,
                 self._steps.put(tokens[:, part], *spec),
                 self._steps.put(present[:, part], *spec),
@@ -358,10 +358,10 @@ class Generator:
         used = filled.used + (device == 0)
         numbers = filled.next_position, device, used - 1, int(self._lengths.max()) + 1
         self._cache, logits = self._steps.decode(
-            self._steps.model.weights,
+            self._steps.model.leaves,
             self._donate(),
             tokens,
-            jnp.asarray(running, jnp.int32),
+            running.astype(np.int32),
             TokenPosition(*map(np.int32, numbers)),
         )
         holes = filled.holes or not running.all()

@@ -20,6 +20,7 @@ from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, use_fused_qkv
+from burst_jax.serving.one_row import use_one_row
 from burst_jax.serving.sharded_weights import (
     local_shard,
     pad_hidden,
@@ -50,6 +51,8 @@ class ServedModel:
         (:mod:`burst_jax.serving.sharded_weights`); else only over the tensor axes.
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: the spec of each array.
+      leaves: the arrays of ``weights``, the argument of programs: to flatten modules' states in
+        every step takes the host longer than a small step takes the device.
       scale: the attention option of the decoder.
     """
 
@@ -80,6 +83,7 @@ class ServedModel:
         self.weights: dict[str, Any] = {}
         self.specs: dict[str, Any] = {}
         self._place(state, model.head is not None)
+        self.leaves, self._tree = jax.tree.flatten(self.weights)
 
     def _place(self, state: nnx.State, has_head: bool) -> None:
         """Copies the decoder's weights with the shardings of serving."""
@@ -128,6 +132,10 @@ class ServedModel:
         for name, (matrix, spec) in matrices.items():
             self.specs[name] = spec.get_value()
             self.weights[name] = placed(matrix[...], self.specs[name])
+
+    def unflatten(self, leaves: list[Any]) -> dict[str, Any]:
+        """Arrays, or anything else, in the order of ``leaves``, as ``weights`` has them."""
+        return jax.tree.unflatten(self._tree, leaves)
 
     @property
     def _fuses_qkv(self) -> bool:
@@ -218,10 +226,13 @@ class ServedModel:
                     layers[index + 1] = self._gathered_layer(after, specs[index + 1])
             layer = nnx.merge(self._layer, layers[index])
             if not gather:
+                layer.mlp.is_decoding = True
                 experts = self.shardings.expert_axes
                 layer.mlp.same_tokens_axis = tuple(n for n in experts if n in token_axes)
             if self.sharded and not gather:
                 use_sharded_weights(layer, self.shardings)
+            elif not gather and tokens.size == 1:
+                use_one_row(layer)
             if self._fuses_qkv:
                 use_fused_qkv(layer, config.num_heads // axes_size(self.shardings.mesh, axes))
             fn = partial(attend, index)

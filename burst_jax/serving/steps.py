@@ -106,7 +106,7 @@ class Steps:
         Args:
           reach: number of slots of each device to read, at least those in use afterwards; 0 if the
             cache was empty before.
-          weights: the model's.
+          weights: the model's ``leaves``.
           cache: donated.
           *arrays: int32 ``[B, T]`` token ids in the ring's layout; int32 ``[B, T]``, 0 for padding;
             int32 ``[T]``, the cache position of each token; the :class:`PromptPosition`.
@@ -118,7 +118,7 @@ class Steps:
         of_arrays = P(batch, tokens), P(batch, tokens), P(tokens), P()
         in_specs = self.model.specs, self.specs, *of_arrays
         run = self._mapped(partial(self._prefill_here, reach), in_specs, (self.specs, P()))
-        return run(weights, cache, *arrays)
+        return run(self.model.unflatten(weights), cache, *arrays)
 
     def _prefill_here(
         self,
@@ -203,7 +203,7 @@ class Steps:
         """Writes one token per sequence to the cache.
 
         Args:
-          weights: the model's.
+          weights: the model's ``leaves``.
           cache: donated.
           *arrays: int32 ``[B]``, the tokens; int32 ``[B]``, 0 for a sequence that has ended, whose
             token is not stored; the :class:`TokenPosition`. All replicated.
@@ -213,7 +213,7 @@ class Steps:
         """
         in_specs = self.model.specs, self.specs, P(), P(), P()
         run = self._mapped(self._decode_here, in_specs, (self.specs, P()))
-        return run(weights, cache, *arrays)
+        return run(self.model.unflatten(weights), cache, *arrays)
 
     def _decode_here(
         self,

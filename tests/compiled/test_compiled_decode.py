@@ -15,7 +15,7 @@ from flax import nnx
 from meshes import mesh_of
 from served_models import CONFIG
 
-from burst_jax.models import Decoder
+from burst_jax.models import Decoder, Experts, MixtureOfExperts
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import TokenPosition
 from pallas_kernels.mosaic.sm80.decode import partial_attention
@@ -75,15 +75,11 @@ def test_decoding_compiles_for_hopper():
     assert "burst_decode" in compiled.text_of(compile_decode("h100", 1, 32, 128, {}))
 
 
-def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries():
-    """Of Llama 3 8B's attention: by themselves they are too few for a matrix product."""
-    config = dataclasses.replace(
-        CONFIG, num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128,
-        dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
-    )  # fmt: skip
+def decode_program(gpu, config):
+    """The decoding step of one sequence, compiled."""
     model = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1))
     server = Generator(model, max_length=1024)
-    steps, mesh = server._steps, compiled.gpu_mesh("a100", 1)
+    steps, mesh = server._steps, compiled.gpu_mesh(gpu, 1)
     steps.mesh = mesh
 
     def shapes(tree):
@@ -91,10 +87,19 @@ def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     one, row = shapes((jnp.int32(0), jnp.zeros(1, jnp.int32)))
-    arguments = shapes(steps.model.weights), shapes(server._cache), row, row
+    arguments = shapes(steps.model.leaves), shapes(server._cache), row, row
     arguments = *arguments, TokenPosition(*[one] * 4)
     with jax.set_mesh(mesh), compiled.mosaic_compiles_for(mesh):
-        program = steps.decode.lower(*arguments).compile()
+        return steps.decode.lower(*arguments).compile()
+
+
+def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries():
+    """Of Llama 3 8B's attention: by themselves they are too few for a matrix product."""
+    config = dataclasses.replace(
+        CONFIG, num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128,
+        dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    program = decode_program("a100", config)
     factors = [factor for *both, _ in compiled.matrix_products(program) for factor in both]
     sizes = [math.prod(map(int, re.findall(r"\d+", text.split("[")[1]))) for text in factors]
     assert sizes.count(4096 * (32 + 2 * 8) * 128) == 1
@@ -102,3 +107,15 @@ def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(
     # The products of queries alone, and of keys or values alone, are not there.
     assert sizes.count(4096 * 32 * 128) == 1  # out
     assert 4096 * 8 * 128 not in sizes
+
+
+def test_a_mixture_reads_the_experts_by_kernels_without_a_loop():
+    config = dataclasses.replace(
+        CONFIG, num_layers=1, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=128,
+        feed_forward=MixtureOfExperts, experts=Experts(16, 4), dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    text = compiled.text_of(decode_program("h100", config))
+    # Attention's output projection; gate and up; down.
+    assert len(re.findall(r"custom-call\(.*burst_few_rows", text)) == 3
+    assert " while(" not in text  # Which a search in the sorted rows is.

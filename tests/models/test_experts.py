@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import decoders
+import interpreted_sm80
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +28,18 @@ from burst_jax.models import (
     Lora,
     MixtureOfExperts,
     abstract_decoder,
+    expert_decoding,
     expert_exchange,
     save_adapter,
 )
+from burst_jax.models import experts as moe
 from burst_jax.models.experts import Sums
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import flat_names
+from pallas_kernels.mosaic.sm80 import few_rows
+from pallas_kernels.timing import relative_error
 
 B, T, D, M = 2, 13, 16, 24
 CONFIG = DecoderConfig(
@@ -326,3 +331,43 @@ def test_adapters_are_of_attention_and_the_router(tmp_path):
     assert up == jax.P(None, ("seq",), ("fsdp",), None)
     with pytest.raises(NotImplementedError, match="adapter of the router, which peft does not"):
         save_adapter(nnx.merge(graphdef, random_like(shapes, 0)), tmp_path / "adapter")
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize(
+    ("tokens", "fields"),
+    [
+        (1, {}),
+        (5, {"experts": Experts(6, 3, clamp=0.5), "mlp_bias": True}),
+    ],
+)
+def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
+    """The decoding path's kernels, interpreted, next to the path of many tokens."""
+    config = dataclasses.replace(CONFIG, embed_dim=64, mlp_dim=64, dtype=jnp.bfloat16, **fields)
+    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+    nnx.update(layer, jax.tree.map(lambda x: x / 4, random_like(nnx.state(layer), 0)))
+    x = jax.random.normal(jax.random.key(0), (tokens, 1, 64), jnp.bfloat16)
+    wanted = layer(x, keeps_products=False)
+    layer.is_decoding = True
+    monkeypatch.setattr(moe, "can_decode", lambda *_: True)
+    read = []
+
+    def product(x, weights, slots, *, summed):
+        read.append(slots)
+        return few_rows.few_rows_product(x, weights, slots, summed=summed)
+
+    monkeypatch.setattr(expert_decoding, "few_rows_product", product)
+    monkeypatch.setattr(few_rows, "num_sms", lambda: 4)
+    with interpreted_sm80.interpreted():
+        found = layer(x, keeps_products=False)
+    chosen = jax.lax.top_k(layer.router(x[:, 0].astype(jnp.float32)), config.experts.per_token)[1]
+    for slots in read:
+        used = slots.matrices[: slots.count[0]].tolist()
+        assert sorted(used) == sorted(set(chosen.reshape(-1).tolist()))
+    assert relative_error(found, wanted) < 5e-3
+
+
+def test_decoding_skips_experts_of_other_devices():
+    slots = expert_decoding._hit(jnp.asarray([[4, 1], [1, 5], [3, 5]], jnp.int32), 5)
+    assert slots.count.tolist() == [3]
+    assert slots.matrices.tolist()[:3] == [1, 3, 4]

@@ -48,7 +48,10 @@ SPEC = AttentionSpec.of
         (lambda: Tiles(0, 8), "block_q is 0: it must be 1 or more"),
         (lambda: Tiles(8, -1), "block_kv is -1: it must be 1 or more"),
         (lambda: MosaicConfig(128, 128, 1), "stages is 1: it must be 2 or more"),
-        (lambda: MosaicConfig(32, 128, 2), "block_q is 32: it must be 64 or more, a multiple of 64"),
+        (
+            lambda: MosaicConfig(32, 128, 2),
+            "block_q is 32: it must be 64 or more, a multiple of 64",
+        ),
         (
             lambda: MosaicConfig(128, 100, 2),
             "block_kv is 100: it must be 64 or more, a multiple of 32",

@@ -1,4 +1,4 @@
-"""The kernels of grouped matrix products on a CPU, interpreted, against float64."""
+"""The kernels of products by group, or of few rows, on a CPU, interpreted, against float64."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import grouped_cases
 import interpreted
 import interpreted_sm80
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import grouped
 from pallas_kernels.grouped_products import GroupedProducts
+from pallas_kernels.mosaic.sm80 import few_rows
 from pallas_kernels.mosaic.sm80 import grouped as sm80
 from pallas_kernels.mosaic.sm80.configs import GroupedConfig as Sm80Config
 from pallas_kernels.mosaic.sm90 import grouped as sm90
@@ -59,3 +61,29 @@ def run(family, case, config):
 def test_as_exact_as_float64(family, name, k, n, dtype, config):
     case = grouped_cases.make(name, k, n, dtype)
     grouped_cases.check(case, run(family, case, config), 5e-3)
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize(
+    ("slots", "used", "rows", "k", "n", "arrays", "summed"),
+    [
+        (4, 3, 5, 128, 64, 2, False),
+        (4, 3, 17, 256, 128, 1, True),
+        pytest.param(3, 3, 64, 192, 192, 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_few_rows(slots, used, rows, k, n, arrays, summed):
+    """Of the used slots, in any order of the matrices; rows are the same for all, or not."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((slots if summed else 1, rows, k)), jnp.bfloat16)
+    weights = tuple(
+        jnp.asarray(rng.standard_normal((6, k, n)), jnp.bfloat16) for _ in range(arrays)
+    )
+    matrices = rng.permutation(6)[:slots].astype(np.int32)
+    given = few_rows.Slots(jnp.asarray(matrices), jnp.asarray([used], jnp.int32))
+    with mock.patch.object(few_rows, "num_sms", return_value=4), interpreted_sm80.interpreted():
+        out = few_rows.few_rows_product(x, weights, given, summed=summed)
+    exact = [np.asarray(each.astype(jnp.float32), float) for each in (x, *weights)]
+    wanted = np.stack([exact[0][:used] @ each[matrices[:used]] for each in exact[1:]])
+    got, wanted = (out.sum(1), wanted.sum(1)) if summed else (out[:, :used], wanted)
+    assert np.linalg.norm(got - wanted) < 1e-6 * np.linalg.norm(wanted)

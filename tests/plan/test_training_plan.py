@@ -21,6 +21,7 @@ from meshes import mesh_of
 
 import burst_jax
 from benchmarks.plan import load_steps, step_estimate
+from burst_jax.layers.rope import Rope
 from burst_jax.models import (
     DecoderConfig,
     Experts,
@@ -255,6 +256,14 @@ def test_windows_and_gpus_without_a_peak():
 def test_known_decoders():
     for name in SHAPES:
         assert plan_of(config_of(name), 2**14, gpus_per_host=1, moments="host").estimates, name
+    # The weights of a token, in billions: the names' numbers, or the model cards'.
+    active = {"gpt-oss-20b": 3.6, "mixtral-8x7b": 12.9, "qwen-3-30b-a3b": 3.3}
+    for name, billions in active.items():
+        config = config_of(name)
+        used = config.num_matmul_params + config.embed_dim * config.vocab_size
+        # gpt-oss's does not count the embedding.
+        used -= (name == "gpt-oss-20b") * config.embed_dim * config.vocab_size
+        assert abs(1e-9 * used - billions) < 0.06, name
 
 
 def test_flags_of_the_training_script():
@@ -270,23 +279,35 @@ def test_flags_of_the_training_script():
     assert (args.seq_len, args.batch, args.mlp_chunks) == (2**17, 2, best.strategy.mlp_chunks)
 
 
-def test_the_printed_code_runs(monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": jnp.bfloat16, "layer_pattern": (LayerKind(window=8), LayerKind(rope=Rope(5e5)))},
+        {"feed_forward": MixtureOfExperts, "experts": Experts(4, 2, balance_loss=0.01)},
+    ],
+)
+def test_the_printed_code_runs(monkeypatch, changes):
+    """Nothing is defined before it."""
+
     def abstract(config, optimizer, mesh, seed, **options):
         """Without the time to compile what initializes weights."""
         return abstract_train_state(config, optimizer, mesh, **options)
 
     monkeypatch.setattr(burst_jax.training, "init_train_state", abstract)
-    plan = plan_of(TINY, 64, moments=None, gpus_per_host=2)
+    config = dataclasses.replace(TINY, **changes)
+    plan = plan_of(config, 64, moments=None, gpus_per_host=2)
     best = plan.best
     assert best is not None
-    code = str(plan).split("optimizer:\n")[1].split("    # DIR")[0]
-    names: Any = {"config": TINY, "optimizer": make_optimizer(1e-3, 10), "seed": 0}
+    code = str(plan).split("recommended:\n")[1].split("    # DIR")[0]
+    names: Any = {}
     exec(textwrap.dedent(code), names)
-    assert names["config"].remat == best.strategy.remat
+    s = best.strategy
+    assert names["config"] == dataclasses.replace(config, remat=s.remat, mlp_chunks=s.mlp_chunks)
     assert held(names["params"]) == best.memory.weights
     offloaded = dataclasses.replace(plan, estimates=(one(plan, moments="host"),))
-    code = str(offloaded).split("learning_rate and steps:\n")[1].split("    # DIR")[0]
+    code = offloaded.table(model="/a folder").split("recommended:\n")[1].split("    # DATA")[0]
     assert 'make_optimizer(\n        learning_rate, steps, moments="host"\n' in code
+    assert "config = burst_jax.models.load_config('/a folder', dtype=" in code
     compile(textwrap.dedent(code), "code", "exec")
 
 
@@ -373,7 +394,7 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
     for model, message in (
         (tmp_path, r"lacks config.json: pass the folder"),
         (folder, "has model_type 'mamba'"),
-        ("gpt-5", r"model is 'gpt-5': use one of llama-3-8b, .* or a folder"),
+        ("gpt-5", r"model is 'gpt-5': use one of gpt-oss-20b, .* or a folder"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*arguments, str(model)])

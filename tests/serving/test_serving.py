@@ -473,9 +473,7 @@ def test_collectives_of_a_step(split):
         cache = steps.allocate()
         position = TokenPosition(*map(np.int32, (3, 0, 3, 4)))
         tokens, running = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)
-        program = steps.decode.lower(
-            steps.model.weights, cache, tokens, running, position
-        ).compile()
+        program = steps.decode.lower(steps.model.leaves, cache, tokens, running, position).compile()
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
         found = re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", str(program.as_text()))
         sent.append(sorted(found))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -217,6 +218,7 @@ def partial_attention(
     window: int | None = None,
     splits: int | None = None,
     config: DecodeConfig | None = None,
+    merge: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Unnormalized attention over each split of the keys.
 
@@ -234,6 +236,8 @@ def partial_attention(
       window: number of positions that a query attends to, including its own; None: unlimited.
       splits: number of splits; None: about one CTA per SM.
       config: tile sizes; None is the default config.
+      merge: ``(out, m, total) -> (out, m, total)`` of fewer splits, called on arrays
+        ``[splits, .., lanes]`` and ``[splits, ..]`` in the kernel's order, before XLA changes it.
 
     Returns:
       ``(out, m, total)`` with a leading axis of splits: float32 ``[splits, B, T, N, Hv]``, the sum
@@ -288,12 +292,14 @@ def partial_attention(
     def of_queries(x: jax.Array, parts: int) -> jax.Array:
         """``[splits, B, K * row blocks, fragment rows, lanes]`` as ``[splits, B, T, N, Hv]``."""
         tiles = config.row_tiles, config.groups, config.row_warps, MMA_ROWS
-        x = x.reshape(splits, batch, kv_heads, row_blocks, *tiles, -1)
+        x = x.reshape(-1, batch, kv_heads, row_blocks, *tiles, x.shape[-1] if x.ndim == 5 else 1)
         x = jnp.moveaxis(x[:, :, :, :, :, :parts], 5, 7)
-        x = x.reshape(splits, batch, kv_heads, row_blocks * config.rows, -1)
-        x = x[:, :, :, :count].reshape(splits, batch, kv_heads, length, group, -1)
-        return jnp.moveaxis(x, 3, 2).reshape(splits, batch, length, heads, -1)
+        x = x.reshape(len(x), batch, kv_heads, row_blocks * config.rows, -1)
+        x = x[:, :, :, :count].reshape(len(x), batch, kv_heads, length, group, -1)
+        return jnp.moveaxis(x, 3, 2).reshape(len(x), batch, length, heads, -1)
 
+    if merge is not None:
+        results = DecodeResults(*merge(*results))
     m, total = (of_queries(x, 1)[..., 0] for x in (results.m, results.total))
     return of_queries(results.out, static.parts), m, total
 

@@ -74,8 +74,10 @@ def copy_matrix(source: Any, target: Any, first: Any, count: Any = None) -> None
         target = _offset(utils.memref_ptr(target), octets)
         period = max(1, 8 // rows_at_once)
         targets = []
+        # With less than 8 rows, a warp may start in the middle of a tile.
+        row_of_tile = arith.addi(row, arith.remui(first, _i32(8))) if own_rows % 8 else row
         for step in range(period):
-            index = arith.addi(row, _i32(step * rows_at_once))
+            index = arith.addi(row_of_tile, _i32(step * rows_at_once))
             octet, in_octet = arith.divui(index, _i32(8)), arith.remui(index, _i32(8))
             place = arith.addi(arith.muli(in_octet, _i32(chunks)), chunk)
             permuted = arith.andi(arith.divui(place, _i32(8)), _i32(chunks - 1))

@@ -1,0 +1,75 @@
+"""Experts for the few tokens of a decoding step, which read each expert that is hit once.
+
+All tokens go through every expert that any of them was sent to, with a weight of 0 for the others,
+so nothing is sorted or gathered::
+
+    tokens [n, D] -> gate, up [U, n, M], of the U experts hit -> hidden -> tokens [n, D]
+
+The multiplications that this wastes take no time: for up to 64 tokens the products are bound by
+reading the experts' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.device import current_target
+from pallas_kernels.mosaic.sm80.few_rows import Slots, few_rows_product, supported
+
+
+def can_decode(tokens: int, parameters: Any) -> bool:
+    """Whether :func:`run_decoding` supports so many tokens, these weights and the device."""
+    target, matrices = current_target(), (parameters.gate, parameters.down)
+    return all(supported(target, tokens, each) for each in matrices)
+
+
+def run_decoding(
+    hidden: Callable[[jax.Array, jax.Array], jax.Array],
+    parameters: Any,
+    tokens: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    distinct: bool,
+) -> jax.Array:
+    """The weighted sum of each token's experts, float32 ``[n, D]``, without the bias of down.
+
+    Args:
+      hidden: hidden features of the outputs of gate and up, float32.
+      parameters: the experts' weights, ``burst_jax.models.experts._Parameters``.
+      tokens: ``[n, D]``.
+      weights: float32 ``[n, k]``.
+      ids: int32 ``[n, k]``; E is an expert of another device.
+      distinct: whether there is one token, all of whose experts are on this device.
+    """
+    count = parameters.gate.shape[0]
+    if distinct:
+        slots = Slots(ids.reshape(-1), jnp.full((1,), ids.size, jnp.int32))
+        of_slots = weights.reshape(-1, 1)
+    else:
+        slots = _hit(ids, count)
+        # A token is sent to an expert at most once.
+        sent = ids[None] == slots.matrices[:, None, None]
+        of_slots = jnp.where(sent, weights[None], 0).sum(-1)
+    gate, up = few_rows_product(tokens[None], (parameters.gate, parameters.up), slots, summed=False)
+    for_slots = slots.matrices[:, None]
+    if parameters.gate_bias is not None:
+        gate = gate + parameters.gate_bias[for_slots]
+        up = up + parameters.up_bias[for_slots]
+    rows = (hidden(gate, up) * of_slots[..., None]).astype(tokens.dtype)
+    return few_rows_product(rows, (parameters.down,), slots, summed=True)[0].sum(0)
+
+
+def _hit(ids: jax.Array, count: int) -> Slots:
+    """The experts, of ``count``, that any token was sent to, in ascending order."""
+    expert = lax.iota(jnp.int32, count)
+    hit = (ids.reshape(-1, 1) == expert).any(0)
+    rank = jnp.where(hit & (expert <= expert[:, None]), 1, 0).sum(1, dtype=jnp.int32) - 1
+    slot = lax.iota(jnp.int32, min(ids.size, count))
+    here = hit & (rank == slot[:, None])
+    matrices = jnp.where(here, expert, 0).sum(1, dtype=jnp.int32)
+    return Slots(matrices, hit.sum(dtype=jnp.int32, keepdims=True))

@@ -1,0 +1,50 @@
+"""Python code for a decoder's config."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+import jax.numpy as jnp
+
+import burst_jax.models
+from burst_jax.models import DecoderConfig
+
+_WIDTH = 96
+
+
+def config_code(config: DecoderConfig) -> list[str]:
+    """Lines that import what is needed, and define ``config``, but for its ``hf_config``."""
+    types, arguments = {DecoderConfig}, []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "hf_config" or value == field.default:
+            continue
+        if field.name in ("dtype", "param_dtype"):
+            code = f"jnp.{jnp.dtype(value).name}"
+        elif isinstance(value, type):
+            types.add(value)
+            code = value.__name__
+        else:
+            types |= _types(value)
+            code = repr(value)
+        arguments.append(f"{field.name}={code},")
+    modules: dict[str, list[str]] = {}
+    for each in sorted(types, key=lambda each: each.__name__):
+        public = getattr(burst_jax.models, each.__name__, None) is each
+        module = "burst_jax.models" if public else each.__module__
+        modules.setdefault(module, []).append(each.__name__)
+    imports = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
+    body = textwrap.wrap(" ".join(arguments), _WIDTH, break_long_words=False)
+    return [*imports, "config = DecoderConfig(", *(f"    {line}" for line in body), ")"]
+
+
+def _types(value: Any) -> set[type]:
+    """The dataclasses of a value, and of what it holds."""
+    if isinstance(value, tuple):
+        return set().union(*map(_types, value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return set()
+    held = (_types(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {type(value)}.union(*held)

@@ -1,0 +1,222 @@
+"""Products of a few rows with some of many matrices, bound by reading each of these once.
+
+A decoding step has one row per sequence, and its rows hit some of a mixture's experts. A tile of
+the grouped product's kernels has 64 rows or more of one group, so that they would launch few CTAs,
+each with many rows of padding. Here a CTA multiplies all rows by a part of one matrix, or by parts
+of several whose products are added (split-K), with a deep pipeline of cp.async copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.arrays import pad_axis
+from pallas_kernels.device import Target, num_sms
+from pallas_kernels.mosaic.fragments import i32
+from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.mosaic.sm80 import instructions, warp_operations
+from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS
+
+# The most rows: accumulators of more would leave the compiler too few registers.
+MOST_ROWS = 64
+# K and N must be multiples of it: the width of a swizzled tile.
+_LANES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRowsConfig:
+    """How the kernel is tiled.
+
+    Attributes:
+      block_n: columns per CTA.
+      depth: elements of the contracted axis per stage.
+      stages: pipeline stages.
+      ctas_per_sm: of a sum over slots, whose splits are chosen by it.
+    """
+
+    block_n: int
+    depth: int = 64
+    stages: int = 4
+    ctas_per_sm: int = 2
+
+
+class Slots(NamedTuple):
+    """The matrices that rows are multiplied by.
+
+    Attributes:
+      matrices: int32 ``[U]``, the index of each one.
+      count: int32 ``[1]``, how many of these are used; the others come last.
+    """
+
+    matrices: jax.Array
+    count: jax.Array
+
+
+class _Inputs(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+      x: ``[1 or U, R, K]``.
+      weights: one or more ``[G, K, N]``.
+      slots: the slots.
+    """
+
+    x: Any
+    weights: tuple[Any, ...]
+    slots: Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Static parameters.
+
+    Attributes:
+      rows: R, a multiple of 16.
+      config: tile sizes.
+      steps: of one slot.
+      columns: CTAs along the columns of one array of weights.
+      splits: CTAs along all slots' steps; None: each slot has its own result.
+      dtype: of rows and weights.
+    """
+
+    rows: int
+    config: FewRowsConfig
+    steps: int
+    columns: int
+    splits: int | None
+    dtype: Any
+
+
+def supported(target: Target, rows: int, weights: jax.Array) -> bool:
+    """Whether :func:`few_rows_product` can run so many rows, with these weights, there."""
+    if target.platform != "gpu" or (target.compute_capability or 0) < 8.0:
+        return False
+    whole = all(dim and not dim % _LANES for dim in weights.shape[1:])
+    return whole and rows <= MOST_ROWS and weights.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def few_rows_product(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    slots: Slots,
+    *,
+    summed: bool,
+    config: FewRowsConfig | None = None,
+) -> jax.Array:
+    """Multiplies rows by the matrices of all used slots.
+
+        out[j, u] = x[u] weights[j][slots.matrices[u]]
+
+    Not differentiable.
+
+    Args:
+      x: ``[U, R, K]``, the rows of each slot, or ``[1, R, K]``, the same for all; R is at most 64.
+      weights: J arrays ``[G, K, N]`` of x's dtype; K and N are multiples of 64.
+      slots: U of them.
+      summed: whether to return partial sums over the slots instead.
+      config: tile sizes; None is the shipped config.
+
+    Returns:
+      float32 ``[J, U, R, N]``, undefined for unused slots; or ``[J, S, R, N]``, whose sum over S is
+      that over the used slots.
+    """
+    given, (depth, columns) = x.shape[1], weights[0].shape[1:]
+    rows = -(-given // MMA_ROWS) * MMA_ROWS
+    config = config or FewRowsConfig(64 if columns % 128 else 128)
+    count, slot_steps = slots.matrices.shape[0], depth // config.depth
+    tiles = len(weights) * (columns // config.block_n)
+    splits = None
+    if summed:
+        most = count * slot_steps // config.stages
+        splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
+    static = _Static(rows, config, slot_steps, columns // config.block_n, splits, weights[0].dtype)
+    parts = count if splits is None else splits
+    out = launch(
+        functools.partial(_kernel, static),
+        "burst_few_rows",
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"part": parts, "column": tiles},
+        warpgroups=1,
+        inputs=_Inputs(pad_axis(x, 1, rows), weights, slots),
+        results=jax.ShapeDtypeStruct((len(weights), parts, rows, columns), jnp.dtype(jnp.float32)),
+        memory={
+            "x": instructions.tiled_memory((config.stages, rows, config.depth), static.dtype),
+            "weights": instructions.tiled_memory(
+                (config.stages, config.depth, config.block_n), static.dtype
+            ),
+        },
+    )
+    return out[:, :, :given]
+
+
+def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
+    """One CTA."""
+    part, tile = lax.axis_index("part"), lax.axis_index("column")
+    array, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
+    if static.splits is None:
+        first, end = part * static.steps, (part + 1) * static.steps
+    else:
+        total = inputs.slots.count[0] * static.steps
+        first, end = (lax.div(at * total, i32(static.splits)) for at in (part, part + 1))
+    column = column * static.config.block_n
+
+    def run() -> None:
+        acc = _sum(static, inputs, memory, array, column, first, end)
+        target = out.at[array, part, :, pl.ds(column, static.config.block_n)]
+        instructions.store(target, acc)
+
+    if static.splits is None:
+        pl.when(part < inputs.slots.count[0])(run)
+    else:
+        run()
+
+
+def _sum(
+    static: _Static, inputs: _Inputs, memory: Any, array: Any, column: Any, first: Any, end: Any
+) -> jax.Array:
+    """The products of some steps, added up."""
+    # All warps are along the columns.
+    fragments, ahead = instructions.Fragments.of(static.dtype, 1), static.config.stages - 1
+
+    def copy(step: Any, stage: Any) -> None:
+        """Starts the copies of a step as one group, which is empty after the last step."""
+
+        @pl.when(step < end)
+        def _():
+            slot, depth = (op(step, i32(static.steps)) for op in (lax.div, lax.rem))
+            lanes = pl.ds(depth * static.config.depth, static.config.depth)
+            matrix = inputs.slots.matrices[slot]
+            x = inputs.x.at[0 if inputs.x.shape[0] == 1 else slot, :, lanes]
+            warp_operations.copy_matrix(x, memory["x"].at[stage], 0)
+            for index, weights in enumerate(inputs.weights):
+
+                @pl.when(array == index)
+                def _(weights=weights):
+                    given = weights.at[matrix, :, pl.ds(column, static.config.block_n)]
+                    target = memory["weights"].at[stage]
+                    warp_operations.copy_matrix(given, target, depth * static.config.depth)
+
+        warp_operations.commit_copies()
+
+    for step in range(ahead):
+        copy(first + step, i32(step))
+
+    def add(step: Any, state: Any) -> Any:
+        stage, acc = state
+        # Ends with a barrier: all have read the previous step's stage.
+        warp_operations.wait_for_copies(ahead - 1, WARPS)
+        copy(step + ahead, jnp.where(stage == 0, ahead, stage - 1))
+        left = instructions.load_matrix(memory["x"].at[stage], fragments.lhs)
+        right = instructions.load_matrix(memory["weights"].at[stage], fragments.rhs)
+        return jnp.where(stage == ahead, 0, stage + 1), plgpu.mma(acc, left, right)
+
+    zeros = fragments.zeros((static.rows, static.config.block_n))
+    return lax.fori_loop(first, end, add, (i32(0), zeros))[1]
