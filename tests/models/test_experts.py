@@ -294,6 +294,11 @@ def test_training_is_that_of_each_expert_on_all_tokens(
             "feed_forward is MixtureOfExperts, experts None: use feed_forward=Mixture",
         ),
         (
+            lambda: dataclasses.replace(CONFIG, lora=Lora(2, targets=("query", "up"))).adapted,
+            NotImplementedError,
+            r"targets \('query', 'up'\), and up have a matrix per expert: experts have no adapters",
+        ),
+        (
             lambda: Experts(4, 2, capacity_factor=0.0),
             ValueError,
             "capacity_factor is 0.0: it must be positive.*or None",
