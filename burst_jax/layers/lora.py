@@ -103,10 +103,17 @@ class Lora:
 
         Raises:
           ValueError: ``targets`` is a tuple with one that the model lacks, or matches none.
+          NotImplementedError: that one is of the experts of a mixture.
         """
         missing = [name for name in self.projections if name not in names]
         found = tuple(name for name in self.projections if name in names)
         if not found or (missing and not isinstance(self.targets, str)):
+            if ROUTER in names:
+                raise NotImplementedError(
+                    f"lora has targets {self.targets!r}, and {', '.join(sorted(missing))} have a "
+                    "matrix per expert: experts have no adapters; choose among "
+                    f"{', '.join(names)}"
+                )
             raise ValueError(
                 f"lora has targets {self.targets!r}, and the layer has no projection "
                 f"{', '.join(sorted(missing))}: choose among {', '.join(names)}"

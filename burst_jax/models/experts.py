@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -27,15 +27,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
+from burst_jax.models.expert_chunks import run_chunked
 from burst_jax.models.expert_decoding import can_decode, run_decoding
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
-from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, summed
+from burst_jax.models.expert_rows import Routes, copied, moved, of_groups, routes_of, summed
 from burst_jax.models.feed_forward import (
     ACTIVATIONS,
     Auxiliary,
     DecoderConfig,
     FeedForward,
     GatedMLP,
+    check_chunks,
 )
 from burst_jax.models.remat import MLP_PRODUCTS, ROUTES
 from burst_jax.parallel.collectives import psum_manual
@@ -124,8 +126,12 @@ class MixtureOfExperts(FeedForward):
     axes of "embed", and hidden features over ``hidden_axis``. The router is replicated. With
     ``expert_axis`` (``ShardingRules.expert``) each device has some of the experts, and devices
     exchange tokens (expert parallelism).
+
+    With ``config.mlp_chunks`` the experts run in chunks of tokens, and the gradient always computes
+    their hidden features again.
     """
 
+    chunks_tokens: ClassVar[bool] = True
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]] = {
         ("router", "kernel"): (None, None),
         ("router", "bias"): (None,),
@@ -218,22 +224,34 @@ class MixtureOfExperts(FeedForward):
         def shared() -> jax.Array | None:
             return None if self.shared is None else self.shared(x, keeps_products=keeps_products)
 
-        if sent:
-            out, of_all = run_exchanged(
-                run, arrays, routes, axes=sent, factor=experts.capacity_factor, meanwhile=shared
-            )
-        elif self.is_decoding and can_decode(tokens.shape[0], arrays[0]):
-            of_all = shared()
-            distinct = tokens.shape[0] == 1 and not same
-            hidden = partial(_hidden, config)
-            out = run_decoding(hidden, *arrays, ids, distinct)
-        else:
-            of_all = shared()
+        def routed(
+            arrays: Any, routes: Routes, meanwhile: Callable[[], Any]
+        ) -> tuple[jax.Array, Any]:
+            if sent:
+                return run_exchanged(
+                    run, arrays, routes, axes=sent, factor=experts.capacity_factor,
+                    meanwhile=meanwhile,
+                )  # fmt: skip
             order, inverse = _varying((routes.order, routes.inverse))
             rows = copied(arrays[1], order, inverse)
             row_weights = moved(arrays[2].reshape(-1), order, inverse)
             out = run(arrays[0], rows, row_weights, routes.sorted_ids, routes.sizes)
-            out = summed(moved(out, inverse, order), tokens.shape[0])
+            return summed(moved(out, inverse, order), arrays[1].shape[0]), meanwhile()
+
+        def chunk(arrays: Any, ids: jax.Array) -> jax.Array:
+            out, _ = routed(arrays, routes_of(ids.reshape(-1), count), lambda: None)
+            return out.astype(config.dtype)
+
+        if self.is_decoding and not sent and can_decode(tokens.shape[0], arrays[0]):
+            of_all = shared()
+            distinct = tokens.shape[0] == 1 and not same
+            out = run_decoding(partial(_hidden, config), *arrays, ids, distinct)
+        elif config.mlp_chunks > 1:
+            check_chunks(config, x.shape[1])
+            of_all, ids = shared(), _varying((ids, arrays))[0]
+            out = run_chunked(chunk, config.mlp_chunks, arrays, ids)
+        else:
+            out, of_all = routed(arrays, routes, shared)
         # What experts of other devices have is not the same hidden features, but other terms.
         hidden = [name for name in flat_names(self.hidden_axis) if name not in expert_axes]
         out = psum_manual(out.astype(config.dtype), (*hidden, *same))

@@ -212,11 +212,7 @@ class GatedMLP(FeedForward):
           ValueError: ``config.mlp_chunks`` does not divide T.
         """
         config = self.config
-        if x.shape[1] % config.mlp_chunks:
-            raise ValueError(
-                f"mlp_chunks is {config.mlp_chunks}: it must divide the {x.shape[1]} tokens per "
-                "sequence on each device"
-            )
+        check_chunks(config, x.shape[1])
         static = _Static(
             config.activation, config.mlp_chunks, keeps_products, frozen=config.lora is not None
         )
@@ -236,6 +232,15 @@ class GatedMLP(FeedForward):
         dtype = self.config.dtype
         bias = None if linear.bias is None else linear.bias[...].astype(dtype)
         return Projection(linear.kernel[...].astype(dtype), bias, scaled_adapter(linear, dtype))
+
+
+def check_chunks(config: DecoderConfig, tokens: int) -> None:
+    """Raises ValueError unless ``config.mlp_chunks`` divides a device's tokens per sequence."""
+    if tokens % config.mlp_chunks:
+        raise ValueError(
+            f"mlp_chunks is {config.mlp_chunks}: it must divide the {tokens} tokens per "
+            "sequence on each device"
+        )
 
 
 class Projection(NamedTuple):

@@ -144,10 +144,11 @@ def _backward(
     products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if saved else 5) * one
     # A token's copies, sorted by expert: the input of gate and up, and the gradients of both ends.
-    states += 3 * s.slots * one
+    rows = 3 * s.slots * one / strategy.mlp_chunks
+    states += rows
     if strategy.expert:
         # What is sent and received on one side, next to sorted rows on the other.
-        states += 3 * s.slots * one
+        states += rows
         # Float32 sums of further rounds, in loops that XLA does not share memory with.
         states += 4 * (s.tokens * s.width + s.mlp.whole)
     if strategy.mlp_chunks > 1:

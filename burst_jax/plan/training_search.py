@@ -266,6 +266,8 @@ class _Search:
         rotation = next(iter(self._attention.values())).backward
         kernels = self.cluster.gpu.kernels
         chunks = _MLP_CHUNKS if self.config.feed_forward.chunks_tokens else (1,)
+        if self.config.experts is not None and strategy.remat in ("none", "selective"):
+            chunks = (1,)  # Chunks of experts save no products.
         for count in [count for count in chunks if tokens % count == 0]:
             each = dataclasses.replace(strategy, mlp_chunks=count)
             yield (

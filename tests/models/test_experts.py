@@ -96,7 +96,7 @@ def formula(weights, x, config, present):
     [
         (Experts(5, 2, shared_dim=8), {}),
         (Experts(6, 3, score="sigmoid", normalize=False, router_bias=True), {"remat": "selective"}),
-        (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True}),
+        (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True, "mlp_chunks": 13}),
         (Experts(7, 1, score="sigmoid"), {"lora": Lora(2, alpha=3.0)}),
     ],
 )
@@ -145,6 +145,13 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
     assert count(jaxpr, "top_k") == 1
     all_again = dataclasses.replace(config, remat="full")
     assert count(decoders.traced_gradient(all_again, make_mesh(), 4, 32), "top_k") == 2
+    # In chunks, there are hidden features of one chunk only.
+    chunked = decoders.traced_gradient(
+        dataclasses.replace(config, mlp_chunks=8), make_mesh(), 4, 32
+    )
+    for traced, rows in ((jaxpr, 4 * 32 * 2), (chunked, 4 * 32 * 2 // 8)):
+        shapes = [out.aval.shape for each, _ in equations(traced) for out in each.outvars]
+        assert max(shape[0] for shape in shapes if shape[1:] == (M,)) == rows
     # The gradients of biases scatter no rows: the largest that is scattered are the embedding's.
     biased = decoders.traced_gradient(
         dataclasses.replace(config, mlp_bias=True), make_mesh(), 4, 32
@@ -166,7 +173,8 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, s
     """In several rounds, with padding; skewed: two experts have all tokens, the others none."""
     monkeypatch.setattr(expert_exchange, "_FEW", 0)
     experts = Experts(24, 2, router_bias=True, capacity_factor=factor)
-    config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True)
+    chunks = 3 if factor == 0.5 else 1
+    config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True, mlp_chunks=chunks)
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
     mesh = mesh_of(**sizes)
     rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
@@ -284,6 +292,11 @@ def test_training_is_that_of_each_expert_on_all_tokens(
             lambda: dataclasses.replace(CONFIG, experts=None),
             ValueError,
             "feed_forward is MixtureOfExperts, experts None: use feed_forward=Mixture",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIG, lora=Lora(2, targets=("query", "up"))).adapted,
+            NotImplementedError,
+            r"targets \('query', 'up'\), and up have a matrix per expert: experts have no adapters",
         ),
         (
             lambda: Experts(4, 2, capacity_factor=0.0),
