@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,10 +35,10 @@ CTA_AXIS = "cta"
 # Slots in shared memory for fetched work-tile indices.
 SLOTS = 2
 # Bytes of the L2 cache (50 MiB) that an L2 swizzle group may use. With small groups the long work
-# tiles of the last group start late, and the GPU is half idle until they end. If that would take
-# more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
+# tiles of the last group may start late, and the GPU is half idle until they end. If larger groups
+# would save more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
 _L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
-_MAX_TAIL = 0.05
+_MAX_TAIL = 0.02
 
 
 class TileCoordinates(NamedTuple):
@@ -107,11 +108,9 @@ class WorkTiles:
             most = max(1, cache_bytes // self.shared_bytes)
             return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
-        # The longest tile of a causal mask takes twice the mean. The last group should take as long
-        # as its longest tile, or that tile is still running when all others are done.
-        few = most_within(_L2_BYTES)
-        tail = 2 * self.ctas / self.tiles - few
-        return few if tail / heads < _MAX_TAIL else most_within(_L2_BYTES_MAX)
+        few, many = most_within(_L2_BYTES), most_within(_L2_BYTES_MAX)
+        steps = functools.partial(_causal_steps, self.ctas, heads, self.tiles)
+        return few if few == many or steps(few) <= (1 + _MAX_TAIL) * steps(many) else many
 
     @property
     def one_per_cta(self) -> bool:
@@ -130,6 +129,17 @@ class WorkTiles:
             return TileCoordinates(i32(0), head, tile)
         heads = i32(self.heads)
         return TileCoordinates(lax.div(head, heads), lax.rem(head, heads), tile)
+
+
+@functools.lru_cache
+def _causal_steps(ctas: int, heads: int, tiles: int, group_heads: int) -> int:
+    """Steps until the last CTA has finished, where the tiles of a head take 1, 2, 3, ... steps."""
+    ends = [0] * ctas
+    for _ in range(heads // group_heads):
+        for steps in range(tiles, 0, -1):
+            for _ in range(group_heads):
+                heapq.heapreplace(ends, ends[0] + steps)
+    return max(ends)
 
 
 class WorkTile(NamedTuple):

@@ -92,7 +92,7 @@ CALLS = [
 # like bounds and counters.
 STACK = {
     ("forward", 128): {"full+cluster": 8},
-    ("backward", 128): {"added+mask": 8},
+    ("backward", 128): {"causal": 40, "added+mask": 8},
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,

@@ -79,6 +79,8 @@ CASES = {
     # The second shard's keys are all in the future: its work tiles have nothing to visit.
     "slopes": a_case("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
+    # dS changes hands while a step's last products run.
+    "late": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 128, "bfloat16", "none"),
     "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
     # Heads are padded to (32, 48), and to (32, 64) for the backward kernel.
     "kv_bounds": a_case(
@@ -108,6 +110,7 @@ WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled"
 LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
+    ("late", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     *((name, LARGE) for name in LARGE_TILES),

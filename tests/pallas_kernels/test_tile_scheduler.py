@@ -52,12 +52,15 @@ def test_the_longest_tiles_of_an_l2_group_come_first():
     np.testing.assert_array_equal(order(equal)[:, 1], np.repeat(range(8), 4))
 
 
-def test_the_last_l2_group_takes_as_long_as_its_longest_tile():
+def test_an_l2_group_is_larger_only_where_the_last_one_would_end_late():
     for heads, tiles, shared, group_heads in (
-        (32, 128, 16, 1),  # the tail of one in 32 heads costs little
-        (8, 128, 16, 2),  # of one in 8 it would cost an eighth
-        (32, 32, 4, 8),
-        (32, 32, 2, 8),  # long enough as it is
+        (32, 128, 16, 1),
+        (8, 128, 16, 1),  # an even number of groups: after short tiles a CTA runs a long one
+        (3, 128, 12, 3),  # of the last of three groups the longest tiles would run alone
+        (8, 64, 16, 2),
+        (32, 32, 4, 4),
+        (32, 32, 8, 4),
+        (32, 32, 2, 8),
         (8, 256, 40, 1),
     ):
         work_tiles = WorkTiles(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)

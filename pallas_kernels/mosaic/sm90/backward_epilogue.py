@@ -38,6 +38,7 @@ def add_dq(
     factors: jax.Array | None,
     predicate: Any = None,
     first: int = 0,
+    staging_is_free: bool = False,
 ) -> None:
     """Adds a warpgroup's part of a query tile's dQ to global memory.
 
@@ -50,10 +51,11 @@ def add_dq(
       factors: of :func:`load_dq_factors`.
       predicate: whether there is a tile; None: there is.
       first: the first of the warpgroup's lanes that ``dq`` has.
+      staging_is_free: whether earlier copies have left the staging buffer, as all threads know.
     """
     staging, total = refs.memory.staging.at[warpgroup], refs.results.dq
     by_rows, block_q = static.config.dq_by_rows, static.config.block_q
-    if not by_rows:
+    if not by_rows and not staging_is_free:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if factors is not None:
         dq = rounded_to_int32(dq * along_rows(factors, dq.shape), TILE)

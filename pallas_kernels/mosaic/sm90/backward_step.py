@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.fragments import along_columns, constant, i32, optimization_barrier
+from pallas_kernels.mosaic.fragments import (
+    along_columns,
+    constant,
+    i32,
+    optimization_barrier,
+    proxy_fence,
+)
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     add_dq,
     add_per_head_sums,
@@ -120,29 +126,36 @@ def step(
       step: the step, counted over all work tiles of the CTA.
       state: after the previous step.
     """
-    refs, data = consumer.refs, StepData.of(consumer, step)
-    early = functools.partial(copy_ahead, step, True)
-    p, ds = weights_and_gradients(consumer, masked, step, data, early)
-    p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
+    static, refs, data = consumer.static, consumer.refs, StepData.of(consumer, step)
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
     # finished the products of the step before that, which with three buffers read the one that is
     # written next. Before the first step nobody has written a dS.
-    @pl.when(state.q_tile >= 0)
-    def _():
-        plgpu.barrier_wait(refs.barriers.ds_arrived)
+    def wait_for_ds():
+        pl.when(state.q_tile >= 0)(lambda: plgpu.barrier_wait(refs.barriers.ds_arrived))
 
-    if consumer.static.config.ds_buffers == 2:
+    def early():
+        copy_ahead(step, True)
+        if static.exchanges_late:
+            wait_for_ds()
+
+    p, ds = weights_and_gradients(consumer, masked, step, data, early)
+    p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
+
+    if not static.exchanges_late:
+        wait_for_ds()
+    if static.config.ds_buffers == 2:
         # Products of the previous step read it, or the last one of the previous work tile.
         pl.when(step > 0)(lambda: plgpu.barrier_wait(refs.barriers.ds_free.at[0]))
-    if consumer.static.rounds_dkv:
+    if static.rounds_dkv:
         # dK and dV of the previous work tile may still be on their way out of the buffer.
         pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     for part in range(ds.shape[1] // WARPGROUP_ROWS):
         queries = slice(part * WARPGROUP_ROWS, (part + 1) * WARPGROUP_ROWS)
         refs.memory.ds[data.ds, part, data.keys] = ds[:, queries]
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.barriers.ds_arrived)
+    if not static.exchanges_late:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.barriers.ds_arrived)
     state = state._replace(dk=dk, dv=dv)
     copy = functools.partial(copy_ahead, step, False)
     return _add_products(consumer, data, state, p, ds, copy)
@@ -172,6 +185,7 @@ def weights_and_gradients(
       last: whether these are the step's last scores, which wait for the next step's queries.
     """
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
+    waits_early = consumer.static.do_follows_queries or consumer.static.exchanges_late
     shape = WARPGROUP_ROWS, consumer.static.score_queries
     accumulator = plgpu.ACC(shape, jnp.float32)
     queries = slice(None)
@@ -195,13 +209,13 @@ def weights_and_gradients(
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage, queries].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        if last and consumer.static.do_follows_queries:
+        if last and waits_early:
             wait_for_queries(consumer, step + 1)
         also()
         p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1 + running)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
         dp, p = optimization_barrier(dp, p)
-        if last and not consumer.static.do_follows_queries:
+        if last and not waits_early:
             wait_for_queries(consumer, step + 1)
         return _gradients(consumer, data, p, dp, lse)
 
@@ -327,11 +341,16 @@ def _add_products(
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
         copy_ahead()
+        if static.exchanges_late:
+            # Every thread arrives by itself, after its own stores.
+            proxy_fence()
+            plgpu.barrier_arrive(barriers.ds_arrived)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         arrive_ds_free(consumer)
         add_dq(
             static, consumer.refs, data.at.warpgroup, earlier(state.q_tile), dq, factors,
-            predicate=state.q_tile >= 0,
+            predicate=state.q_tile >= 0, staging_is_free=static.exchanges_late,
         )  # fmt: skip
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=None)

@@ -278,6 +278,21 @@ class BackwardStatic(Sm90Static):
         return self.copies_do_early and self.groups > 1
 
     @property
+    def exchanges_late(self) -> bool:
+        """Whether consumers hand dS to each other while a step's last products run.
+
+        They then wait for the other's previous dS, and for the next queries, while scores are
+        computed, and for the staging buffer while the last products run. So nothing that takes
+        long to answer delays the exponentials or the products. It gains with masks: without one it
+        is slower, and no faster for head dims up to 96. What takes registers leaves none for it.
+        Not measured without a producer warpgroup.
+        """
+        wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
+        plain = not self.needs_registers and not self.masks_by_arrays
+        gains = self.needs_mask and head_dim > 96 and not wide
+        return self.config.producer_warpgroup and gains and plain
+
+    @property
     def half_dim(self) -> int:
         """Half the lanes of dQ."""
         return self.head_dim // 2
