@@ -30,9 +30,7 @@ def can_decode(tokens: int, parameters: Any) -> bool:
 
 def run_decoding(
     hidden: Callable[[jax.Array, jax.Array], jax.Array],
-    parameters: Any,
-    tokens: jax.Array,
-    weights: jax.Array,
+    arrays: tuple[Any, jax.Array, jax.Array],
     ids: jax.Array,
     distinct: bool,
 ) -> jax.Array:
@@ -40,12 +38,12 @@ def run_decoding(
 
     Args:
       hidden: hidden features of the outputs of gate and up, float32.
-      parameters: the experts' weights, ``burst_jax.models.experts._Parameters``.
-      tokens: ``[n, D]``.
-      weights: float32 ``[n, k]``.
+      arrays: the experts' matrices and biases (``burst_jax.models.experts``), tokens ``[n, D]``,
+        and their experts' weights, float32 ``[n, k]``.
       ids: int32 ``[n, k]``; E is an expert of another device.
       distinct: whether there is one token, all of whose experts are on this device.
     """
+    parameters, tokens, weights = arrays
     count = parameters.gate.shape[0]
     if distinct:
         slots = Slots(ids.reshape(-1), jnp.full((1,), ids.size, jnp.int32))

@@ -245,7 +245,7 @@ class MixtureOfExperts(FeedForward):
         if self.is_decoding and not sent and can_decode(tokens.shape[0], arrays[0]):
             of_all = shared()
             distinct = tokens.shape[0] == 1 and not same
-            out = run_decoding(partial(_hidden, config), *arrays, ids, distinct)
+            out = run_decoding(partial(_hidden, config), arrays, ids, distinct)
         elif config.mlp_chunks > 1:
             check_chunks(config, x.shape[1])
             of_all, ids = shared(), _varying((ids, arrays))[0]

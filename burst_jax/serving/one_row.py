@@ -7,6 +7,7 @@ result is as large as the weights, and a sum: three times the bytes.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ def use_one_row(layer: DecoderLayer) -> None:
     kernel = layer.attention.out.kernel[...]
     matrix = kernel.reshape(1, -1, kernel.shape[-1])
     if kernel.size < _LARGE and supported(current_target(), 1, matrix):
-        layer.attention.out = _Outputs(layer.attention.out)
+        attention: Any = layer.attention
+        attention.out = _Outputs(attention.out)
 
 
 class _Outputs(nnx.Module):

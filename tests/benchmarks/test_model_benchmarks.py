@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 from implementations import QUICK
 
-from benchmarks import communication, serve, train
+from benchmarks import communication, decode_step, serve, train
 from benchmarks.__main__ import main
+from burst_jax.models import Experts, MixtureOfExperts
 
 N = 2
 SMALL = dataclasses.replace(
@@ -30,7 +32,7 @@ def on_two_cpus(monkeypatch):
     devices = jax.devices()[:N]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr("burst_jax.training.step.default_compiler_options", lambda: QUICK)
-    for benchmark in (train, serve):
+    for benchmark in (train, serve, decode_step):
         monkeypatch.setattr(benchmark, "require_gpus", lambda *_: None)
     for shape in train.SHAPES:
         monkeypatch.setitem(train.SHAPES, shape, SMALL)
@@ -176,3 +178,20 @@ def test_servers_that_differ_are_left_out(capsys, monkeypatch):
     zigzag, striped = capsys.readouterr().out.splitlines()[1:]
     assert "then   10.00 ms each (  500 GB/s), cache 2.50 GiB, peak 3.5 GiB" in zigzag
     assert "striped          logits differ by 0.2" in striped
+
+
+def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys):
+    mixture = dataclasses.replace(
+        SMALL, num_layers=2, feed_forward=MixtureOfExperts, experts=Experts(6, 2)
+    )
+    monkeypatch.setitem(train.SHAPES, "qwen3-30b-a3b-layers", mixture)
+    monkeypatch.setattr(decode_step, "_COPIED", 2**16)
+    main(shlex.split("decode-step --length 30 --batches 3 --steps 1 --layers 1"))
+    hit = re.search(r"batch   3 .* of a copy, (\d\.\d) experts hit", capsys.readouterr().out)
+    assert hit is not None
+    assert 2 <= float(hit[1]) <= 6
+    server = serve.served(dataclasses.replace(mixture, num_layers=1), "zigzag", 1, 32)
+    size, of_expert = decode_step.step_bytes(server, 30)
+    assert of_expert == 3 * 32 * 64 * 2
+    weights = 32 * (4 + 2 * 2 + 4) * 8 + 32 * 6 + 64 * 32  # projections, router, head
+    assert size == 2 * weights + 4 * 3 * 32 + 30 * 2 * 2 * 8 * 2

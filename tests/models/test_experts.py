@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import decoders
 import interpreted_sm80
@@ -373,7 +374,9 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
     monkeypatch.setattr(few_rows, "num_sms", lambda: 4)
     with interpreted_sm80.interpreted():
         found = layer(x, keeps_products=False)
-    chosen = jax.lax.top_k(layer.router(x[:, 0].astype(jnp.float32)), config.experts.per_token)[1]
+    experts: Any = config.experts
+    logits = layer.router(x[:, 0].astype(jnp.float32))
+    chosen = jax.lax.top_k(logits, experts.per_token)[1]
     for slots in read:
         used = slots.matrices[: slots.count[0]].tolist()
         assert sorted(used) == sorted(set(chosen.reshape(-1).tolist()))

@@ -112,7 +112,7 @@ COMMANDS = commands()
 
 def help_of(program, words, monkeypatch, capsys):
     """What the program, and its subcommand if one is named, says of its options."""
-    subcommand = [word for word in words[:1] if re.fullmatch("[a-z]+", word)]
+    subcommand = [word for word in words[:1] if re.fullmatch("[a-z][a-z-]*", word)]
     monkeypatch.setattr(sys, "argv", [program, *subcommand, "--help"])
     monkeypatch.chdir(ROOT)
     start = runpy.run_path if program.endswith(".py") else runpy.run_module

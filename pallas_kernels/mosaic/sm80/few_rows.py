@@ -139,6 +139,7 @@ def few_rows_product(
         splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
     static = _Static(rows, config, slot_steps, columns // config.block_n, splits, weights[0].dtype)
     parts = count if splits is None else splits
+    result: Any = jax.ShapeDtypeStruct((len(weights), parts, rows, columns), jnp.dtype(jnp.float32))
     out = launch(
         functools.partial(_kernel, static),
         "burst_few_rows",
@@ -146,7 +147,7 @@ def few_rows_product(
         grid={"part": parts, "column": tiles},
         warpgroups=1,
         inputs=_Inputs(pad_axis(x, 1, rows), weights, slots),
-        results=jax.ShapeDtypeStruct((len(weights), parts, rows, columns), jnp.dtype(jnp.float32)),
+        results=result,
         memory={
             "x": instructions.tiled_memory((config.stages, rows, config.depth), static.dtype),
             "weights": instructions.tiled_memory(
