@@ -218,9 +218,11 @@ class MixtureOfExperts(FeedForward):
             return None if self.shared is None else self.shared(x, keeps_products=keeps_products)
 
         if sent:
-            out, of_all = run_exchanged(
+            out, of_all, rounds = run_exchanged(
                 run, arrays, routes, axes=sent, factor=experts.capacity_factor, meanwhile=shared
             )
+            rounds = lax.stop_gradient(rounds.astype(jnp.float32))
+            sums = sums._replace(rounds=jnp.stack([rounds, jnp.ones_like(rounds)]))
         else:
             of_all = shared()
             order, inverse = _varying((routes.order, routes.inverse))
@@ -250,7 +252,9 @@ class MixtureOfExperts(FeedForward):
 
         The metrics are ``balance_loss`` and ``router_z_loss``, without their coefficients, and
         ``max_expert_load``: the largest number of tokens of an expert in any layer, as a multiple
-        of the mean.
+        of the mean. With expert parallelism also ``further_rounds``: the number of exchanges after
+        the first one, added up over the layers, a mean over groups of devices; 0 if all loads are
+        within ``capacity_factor``.
         """
         experts = config.experts
         assigned = jnp.maximum(jnp.sum(sums.counts, -1, keepdims=True), 1)
@@ -262,6 +266,8 @@ class MixtureOfExperts(FeedForward):
             "router_z_loss": z,
             "max_expert_load": experts.count * jnp.max(share),
         }
+        if sums.rounds is not None:
+            metrics["further_rounds"] = jnp.sum(sums.rounds[:, 0] / sums.rounds[:, 1])
         return Auxiliary(experts.balance_loss * balance + experts.z_loss * z, metrics)
 
     def _route(
@@ -312,11 +318,13 @@ class Sums(NamedTuple):
       counts: float32 ``[E]``, the number of tokens sent to each expert.
       scores: float32 ``[E]``, of the tokens' scores, normalized to 1 over the experts.
       z: float32, of the squared log-sum-exp of the logits.
+      rounds: float32 ``[2]``, with expert parallelism: further rounds of this device, and 1.
     """
 
     counts: jax.Array
     scores: jax.Array
     z: jax.Array
+    rounds: jax.Array | None = None
 
 
 class _Parameters(NamedTuple):
