@@ -5,7 +5,8 @@ dense MLP as a token uses, or all of Llama 3 8B's; the batch is one long sequenc
 The strategies: sequence parallelism in every layout (contiguous is plain Ring Attention), and
 tensor parallelism by heads with the same kernels, where every device has the whole sequence and a
 shard of the heads, the MLP and the vocabulary. With sequence parallelism, weights and optimizer
-states are replicated or sharded. Every strategy takes the first step from the same weights; one
+states are replicated or sharded; with sharded ones, a mixture of experts can also keep its experts
+where they are and exchange tokens. Every strategy takes the first step from the same weights; one
 whose loss or gradient norm differs from the first strategy's is left out.
 """
 
@@ -64,7 +65,7 @@ SHAPES = {
     ),
 }
 STRATEGIES = ("zigzag", "striped", "contiguous", "tensor parallel")
-WEIGHTS = ("replicated", "sharded")
+WEIGHTS = ("replicated", "sharded", "exchanged")
 # Accepted relative differences of the first metrics from the first strategy's: each rounds its own
 # sums. The loss's is small, because on uniformly random tokens even unrelated weights have losses
 # that differ by a thousandth.
@@ -77,8 +78,8 @@ class TrainingStep:
     Args:
       config: the model's config.
       strategy: one of ``STRATEGIES``.
-      weights: one of ``WEIGHTS``: replicated, but for what tensor parallelism shards, or sharded
-        over the devices of the sequence.
+      weights: one of ``WEIGHTS``: replicated, but for what tensor parallelism shards; sharded over
+        the devices of the sequence; or so with expert parallelism over the same devices.
       length: sequence length.
       n: number of devices.
       optimizer: the optimizer.
@@ -97,9 +98,10 @@ class TrainingStep:
         shape, kinds = (1, n) if by_heads else (n, 1), (AxisType.Auto,) * 2
         devices = jax.devices()[:n]
         mesh = jax.make_mesh(shape, ("seq", "heads"), axis_types=kinds, devices=devices)
-        rules = ShardingRules(data=None, fsdp=None, seq="seq", tensor="heads")
+        expert = "seq" if weights == "exchanged" else None
+        rules = ShardingRules(data=None, fsdp=None, seq="seq", tensor="heads", expert=expert)
         options: dict[str, Any] = {} if by_heads else {"layout": strategy}
-        if by_heads or weights == "sharded":
+        if by_heads or weights != "replicated":
             options["rules"] = rules
         graphdef, params, state = init_train_state(config, optimizer, mesh, 0, **options)
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
@@ -185,7 +187,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument(
         "--weights", nargs="+", choices=WEIGHTS, default=["replicated"],
-        help="weights and optimizer state: replicated, or sharded over the sequence axis",
+        help="weights and optimizer state: replicated; sharded over the sequence axis; or so with "
+        "tokens exchanged over it instead of experts gathered",
     )  # fmt: skip
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7b-layers", help="model")
     parser.add_argument("--layers", type=integer(1), help="default: all of the model's")
@@ -289,9 +292,9 @@ def _remat(config: DecoderConfig) -> str:
 
 def _name(strategy: str, weights: str) -> str:
     return (
-        f"{strategy}, sharded"
-        if weights == "sharded" and strategy != "tensor parallel"
-        else strategy
+        strategy
+        if weights == "replicated" or strategy == "tensor parallel"
+        else f"{strategy}, {weights}"
     )
 
 

@@ -16,34 +16,40 @@ from jax import lax
 
 from pallas_kernels.arrays import vary, varying_axes
 
-# (parameters, tokens [n, D], their experts' weights [n, k]), the experts [n, k] -> [n, D].
-Routed = Callable[[tuple[Any, jax.Array, jax.Array], jax.Array], jax.Array]
+# (parameters, tokens [n, D], their experts' weights [n, k]), the experts [n, k] -> [n, D], and the
+# number of further rounds, float32, or None.
+Routed = Callable[[tuple[Any, jax.Array, jax.Array], jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_chunked(
     routed: Routed, chunks: int, arrays: tuple[Any, jax.Array, jax.Array], ids: jax.Array
-) -> jax.Array:
-    """``routed(arrays, ids)``, of one chunk of tokens at a time; ``chunks`` divides them."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """``routed(arrays, ids)``, of one chunk of tokens at a time; ``chunks`` divides them.
+
+    The further rounds are those of all chunks; they have no gradient.
+    """
     parameters, *rest = arrays
 
-    def chunk(part: Any) -> jax.Array:
+    def chunk(part: Any) -> tuple[jax.Array, jax.Array | None]:
         tokens, weights, ids = part
         return routed((parameters, tokens, weights), ids)
 
-    return _merge(lax.map(chunk, _split((*rest, ids), chunks)))
+    out, rounds = lax.map(chunk, _split((*rest, ids), chunks))
+    return _merge(out), None if rounds is None else rounds.sum()
 
 
-def _forward(routed: Routed, chunks: int, arrays: Any, ids: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(routed: Routed, chunks: int, arrays: Any, ids: jax.Array) -> tuple[Any, Any]:
     return run_chunked(routed, chunks, arrays, ids), (arrays, ids)
 
 
-def _backward(routed: Routed, chunks: int, residuals: Any, gradient: jax.Array) -> tuple[Any, None]:
+def _backward(routed: Routed, chunks: int, residuals: Any, gradients: Any) -> tuple[Any, None]:
     (parameters, *rest), ids = residuals
+    gradient, _ = gradients
 
     def chunk(sums: Any, part: Any) -> tuple[Any, Any]:
         tokens, weights, ids, gradient = part
-        vjp = jax.vjp(lambda *arrays: routed(arrays, ids), parameters, tokens, weights)[1]
+        vjp = jax.vjp(lambda *arrays: routed(arrays, ids)[0], parameters, tokens, weights)[1]
         terms, *found = vjp(gradient)
         return jax.tree.map(lambda total, x: total + x.astype(jnp.float32), sums, terms), found
 

@@ -96,7 +96,7 @@ def run_exchanged(
     axes: tuple[str, ...],
     factor: float | None,
     meanwhile: Callable[[], Any],
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, jax.Array]:
     """The weighted sum of each token's experts, on the devices that have them.
 
     Args:
@@ -108,20 +108,37 @@ def run_exchanged(
       meanwhile: computes something else while tokens are sent.
 
     Returns:
-      ``(out, other)``: float32 ``[T, D]``, and what ``meanwhile`` returned.
+      ``(out, other, rounds)``: float32 ``[T, D]``, what ``meanwhile`` returned, and the number of
+      further rounds, int32.
     """
     n = lax.axis_size(axes)
-    sizes = routes.sizes.reshape(n, -1)
+    sizes, of_tokens = routes.sizes.reshape(n, -1), varying_axes(routes)
     counts = exchange(vary(sizes, frozenset(axes)), axes)
     first, further = round_sizes(routes.ids.size, n, factor)
     varying = varying_axes(arrays, routes) | frozenset(axes)
     arrays, parts = vary((arrays, _Parts(routes, counts)), varying)
+    arrays = _gradients_together(arrays)
     out, other = _round(run, axes, first, arrays, parts, np.int32(0), meanwhile)
+    rounds = jnp.zeros((), jnp.int32)
     if further:
         most = lax.pmax(jnp.max(sizes.sum(1)), axes)
         rounds = -(-jnp.maximum(most - first, 0) // further)
         out = out + _further_rounds(run, axes, (first, further), arrays, parts, rounds)
-    return out, other
+    return out, other, vary(rounds, of_tokens)
+
+
+@jax.custom_vjp
+def _gradients_together(arrays: Arrays) -> Arrays:
+    """The arrays. All their gradients are computed before one is used.
+
+    So the gradients of matrices overlap with the last transfer. XLA would delay them.
+    """
+    return arrays
+
+
+_gradients_together.defvjp(
+    lambda arrays: (arrays, None), lambda _, gradients: (lax.optimization_barrier(gradients),)
+)
 
 
 def _round(

@@ -226,21 +226,24 @@ class MixtureOfExperts(FeedForward):
 
         def routed(
             arrays: Any, routes: Routes, meanwhile: Callable[[], Any]
-        ) -> tuple[jax.Array, Any]:
+        ) -> tuple[jax.Array, Any, jax.Array | None]:
             if sent:
-                return run_exchanged(
+                out, other, rounds = run_exchanged(
                     run, arrays, routes, axes=sent, factor=experts.capacity_factor,
                     meanwhile=meanwhile,
                 )  # fmt: skip
+                return out, other, lax.stop_gradient(rounds.astype(jnp.float32))
             order, inverse = _varying((routes.order, routes.inverse))
             rows = copied(arrays[1], order, inverse)
             row_weights = moved(arrays[2].reshape(-1), order, inverse)
             out = run(arrays[0], rows, row_weights, routes.sorted_ids, routes.sizes)
-            return summed(moved(out, inverse, order), arrays[1].shape[0]), meanwhile()
+            return summed(moved(out, inverse, order), arrays[1].shape[0]), meanwhile(), None
 
-        def chunk(arrays: Any, ids: jax.Array) -> jax.Array:
-            out, _ = routed(arrays, routes_of(ids.reshape(-1), count), lambda: None)
-            return out.astype(config.dtype)
+        def chunk(arrays: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            out, _, rounds = routed(arrays, routes_of(ids.reshape(-1), count), lambda: None)
+            return out.astype(config.dtype), rounds
+
+        rounds = None
 
         if self.is_decoding and not sent and can_decode(tokens.shape[0], arrays[0]):
             of_all = shared()
@@ -249,9 +252,11 @@ class MixtureOfExperts(FeedForward):
         elif config.mlp_chunks > 1:
             check_chunks(config, x.shape[1])
             of_all, ids = shared(), _varying((ids, arrays))[0]
-            out = run_chunked(chunk, config.mlp_chunks, arrays, ids)
+            out, rounds = run_chunked(chunk, config.mlp_chunks, arrays, ids)
         else:
-            out, of_all = routed(arrays, routes, shared)
+            out, of_all, rounds = routed(arrays, routes, shared)
+        if rounds is not None:
+            sums = sums._replace(rounds=jnp.stack([rounds, jnp.ones_like(rounds)]))
         # What experts of other devices have is not the same hidden features, but other terms.
         hidden = [name for name in flat_names(self.hidden_axis) if name not in expert_axes]
         out = psum_manual(out.astype(config.dtype), (*hidden, *same))
@@ -274,7 +279,9 @@ class MixtureOfExperts(FeedForward):
 
         The metrics are ``balance_loss`` and ``router_z_loss``, without their coefficients, and
         ``max_expert_load``: the largest number of tokens of an expert in any layer, as a multiple
-        of the mean.
+        of the mean. With expert parallelism also ``further_rounds``: the number of exchanges after
+        the first one, added up over the layers, a mean over groups of devices; 0 if all loads are
+        within ``capacity_factor``.
         """
         experts = config.experts
         assigned = jnp.maximum(jnp.sum(sums.counts, -1, keepdims=True), 1)
@@ -286,6 +293,8 @@ class MixtureOfExperts(FeedForward):
             "router_z_loss": z,
             "max_expert_load": experts.count * jnp.max(share),
         }
+        if sums.rounds is not None:
+            metrics["further_rounds"] = jnp.sum(sums.rounds[:, 0] / sums.rounds[:, 1])
         return Auxiliary(experts.balance_loss * balance + experts.z_loss * z, metrics)
 
     def _route(
@@ -336,11 +345,13 @@ class Sums(NamedTuple):
       counts: float32 ``[E]``, the number of tokens sent to each expert.
       scores: float32 ``[E]``, of the tokens' scores, normalized to 1 over the experts.
       z: float32, of the squared log-sum-exp of the logits.
+      rounds: float32 ``[2]``, with expert parallelism: further rounds of this device, and 1.
     """
 
     counts: jax.Array
     scores: jax.Array
     z: jax.Array
+    rounds: jax.Array | None = None
 
 
 class _Parameters(NamedTuple):

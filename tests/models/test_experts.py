@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import decoders
@@ -206,11 +207,14 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, s
         specs_in = specs, tokens, tokens
         feed_forward = jax.shard_map(local, mesh=mesh, in_specs=specs_in, out_specs=(tokens, P()))
         found, vjp = jax.vjp(lambda weights, x: feed_forward(weights, x, present), weights, x)
-        dsums = jnp.zeros(24), jnp.asarray(dscores, jnp.float32), jnp.float32(dz)
+        dsums = jnp.zeros(24), jnp.asarray(dscores, jnp.float32), jnp.float32(dz), jnp.zeros(2)
         return found, *vjp((cotangent, dsums))
 
     arrays = jnp.asarray(x, jnp.float32), jnp.asarray(present), jnp.asarray(cotangent, jnp.float32)
-    found, dweights, dx = jax.device_get(run(weights, *arrays))
+    (out, (*sums, (rounds, devices))), dweights, dx = jax.device_get(run(weights, *arrays))
+    found = out, tuple(sums)
+    assert devices == math.prod(mesh.shape[name] for name in over)
+    assert (rounds > 0) == (factor is not None)
     want, (gradients, want_dx) = plain_model.gradients(
         lambda weights, x: formula(weights, x, config, present),
         (cotangent, (np.zeros(24), dscores, dz)),

@@ -169,7 +169,7 @@ class Operation(NamedTuple):
 
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)")
-_KERNEL = re.compile(r"\bburst_(?:forward|backward)\b")
+_KERNEL = re.compile(r"\bburst_(?:forward|backward|grouped(?:_gradient)?)\b")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
