@@ -66,8 +66,9 @@ def test_tokens_are_sent_while_the_shared_expert_runs(target):
     assert len(rows) == 4 * 7
     # XLA has four transfers in flight at a time.
     assert sum(bool(during) for during in rows[:7]) >= 4
-    # The gradients of tokens travel while those of the experts' matrices are computed.
-    assert all("burst_grouped_gradient" in during for during in rows[-4:])
+    if target == "h100":
+        # The gradients of tokens travel while those of the experts' matrices are computed.
+        assert all("burst_grouped_gradient" in during for during in rows[-4:])
     most = max(elements for *_, elements in compiled.arrays_in_order(program))
     # The shared expert's gate and up, which are more than a round's rows.
     assert 8 * CAPACITY * D < most == TOKENS * 2 * 1024 < TOKENS * 16 * D

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import compiled_programs as compiled
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig
+from burst_jax.models import DecoderConfig, Experts, MixtureOfExperts
 from burst_jax.models.remat import Remat
 from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.step_memory import step_memory
@@ -159,6 +160,34 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     loop = max(i for i, (_, op, *_) in enumerate(made) if op == "while")
     came = ("collective-permute", "collective-permute-done")
     assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
+
+
+@pytest.mark.slow
+def test_gathered_experts_are_sent_ahead():
+    """A layer's experts travel during the layer before; no array has all experts for all tokens."""
+    experts = Experts(32, 4)
+    config = dataclasses.replace(
+        CONFIG, num_layers=2, mlp_dim=256, feed_forward=MixtureOfExperts, experts=experts
+    )
+    program, _, _ = compile_step(config, seq=8)
+    gate = experts.count, config.embed_dim // 8, config.mlp_dim
+    forward = [
+        [during for shapes, during in sent if gate in shapes]
+        for sent in compiled.moves(program, "collective-permute").values()
+        if any("burst_forward" in during for _, during in sent)
+    ]
+    (layer,) = (found for found in forward if found)
+    # One permute for each distance. XLA has four in flight at a time.
+    assert len(layer) == 7
+    assert sum(bool(during) for during in layer) >= 4
+    most = max(
+        math.prod(map(int, filter(None, shape.split(","))))
+        for operations in compiled.computations(program).values()
+        for operation in operations
+        for shape in re.findall(r"\b[a-z]+\d*\[([\d,]*)\]", operation.result)
+    )
+    rows = TOKENS * experts.per_token * config.embed_dim
+    assert most == rows < TOKENS * experts.count * config.mlp_dim
 
 
 @pytest.mark.parametrize(
