@@ -21,8 +21,11 @@ from pallas_kernels.score import LOG2_E
 # The initial m, at most every logit. It is finite, so that a query without keys so far never
 # computes -inf - -inf.
 FLOOR = float(jnp.finfo(jnp.float32).min)
+# A kernel may keep an m that the largest score exceeds by no more than this, in base 2. Weights are
+# then at most 2^8, and most tiles rescale nothing.
+MARGIN = 8.0
 # The largest |m| in base 2 for which kernels compute out and lse. m is then off by at most 2, so
-# that the weights of every query also fit float16.
+# that the weights of every query, at most 2^10, also fit float16.
 LARGEST = 2.0**26
 # The largest |lse| in base 2 for which kernels compute gradients. The roundings of lse then change
 # weights by at most 10 %.

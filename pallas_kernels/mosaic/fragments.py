@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -117,28 +118,37 @@ def rescale_rows(x: jax.Array, factors: jax.Array, *, tile: Any, rows: Any) -> j
 
 
 def _rescale_rows(_, x, factors):
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    f32 = ir.F32Type.get()
     one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
     differ = []
     for register in factors.registers.flat:
         for i in range(ir.VectorType(register.type).shape[0]):
             factor = vector.extract(register, dynamic_position=[], static_position=[i])
             differ.append(arith.cmpf(arith.CmpFPredicate.UNE, factor, one))
-    any_differs = functools.reduce(arith.ori, differ)
-    whole_warp = arith.constant(i32, -1)
-    any_differs = nvvm.vote_sync(whole_warp, any_differs, "any")
-    registers = list(x.registers.flat)
-    branch = scf.IfOp(any_differs, [register.type for register in registers], has_else=True)
+
+    def rescaled():
+        return (x * factors.broadcast_in_dim(x.shape, (0,), x.layout)).registers.flat
+
+    results = np.empty(x.registers.shape, dtype=object)
+    results.flat[:] = where_any(differ, rescaled, x.registers.flat)
+    return FragmentedArray(_registers=results, _layout=x.layout, _is_signed=None)
+
+
+def where_any(
+    conditions: Iterable[Any], changed: Callable[[], Iterable[Any]], unchanged: Iterable[Any]
+) -> list[Any]:
+    """MLIR values: a warp computes ``changed()`` if a condition holds in any of its threads."""
+    whole_warp = arith.constant(ir.IntegerType.get_signless(32), -1)
+    any_holds = nvvm.vote_sync(whole_warp, functools.reduce(arith.ori, conditions), "any")
+    unchanged = list(unchanged)
+    branch = scf.IfOp(any_holds, [value.type for value in unchanged], has_else=True)
     then, otherwise = branch.then_block, branch.else_block
     assert otherwise is not None
     with ir.InsertionPoint(then):
-        rescaled = x * factors.broadcast_in_dim(x.shape, (0,), x.layout)
-        scf.yield_(list(rescaled.registers.flat))
+        scf.yield_(list(changed()))
     with ir.InsertionPoint(otherwise):
-        scf.yield_(registers)
-    results = np.empty(x.registers.shape, dtype=object)
-    results.flat[:] = list(branch.results)
-    return FragmentedArray(_registers=results, _layout=x.layout, _is_signed=None)
+        scf.yield_(unchanged)
+    return list(branch.results)
 
 
 def optimization_barrier(*values: jax.Array) -> Any:

@@ -98,6 +98,29 @@ def test_kernels_are_right_or_nan(implementation, size):
             assert np.abs(got - want).max() < error, name
 
 
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize("implementation", [SM80, SM90], ids=lambda x: x.name)
+def test_the_largest_logit_may_rise_with_every_tile(implementation):
+    """By less than the margin, by more, and by more than float32 holds as a power of two."""
+    q, k, v, _ = problem(1, "bfloat16")
+    # The first tile's keys have numbers up to -0.25 there, so some queries' logits are below 0.
+    firsts = jnp.linspace(-260, 260, LENGTH) * DIM**0.5, jnp.linspace(-1, 0.5, LENGTH)
+    q, k = (
+        x.at[..., 0].set(first[:, None].astype(x.dtype))
+        for x, first in zip((q, k), firsts, strict=True)
+    )
+    spec = AttentionSpec.of(DIM**-0.5)
+    tokens = local.tokens(np.arange(LENGTH, dtype=np.int32))
+    with interpreter_of(implementation)():
+        got = jax.jit(
+            lambda q, k, v: local.forward(implementation, q, (k, v), tokens, tokens, spec=spec)
+        )(q, k, v)
+    o, lse = np.asarray(got[0][0, :, 0]), np.asarray(got[1][0, 0])
+    want_o, want_lse = truth(q, k, v, v)[:2]
+    np.testing.assert_allclose(o, want_o, atol=0.02)
+    np.testing.assert_allclose(lse, want_lse[:, 0], rtol=1e-6, atol=1e-5)
+
+
 def test_decoding_is_nan_where_a_split_is():
     """Also where another split has keys, or a sink."""
     most, total = jnp.asarray([3e9, 1.0]), jnp.asarray([jnp.nan, 2.0])

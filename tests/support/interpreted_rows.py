@@ -1,4 +1,4 @@
-"""What the functions of ``row_halves`` compute, where a warpgroup is one thread."""
+"""What functions of ``row_halves`` and ``row_maximum`` compute; a warpgroup is one thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import functools
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
+from pallas_kernels.softmax import MARGIN
 
 
 def _exp2_of_half(x, m, factor, half):
     """Of rows 0 to 7 of every 16, or 8 to 15."""
     of_half = (jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half)[:, None]
     return jnp.where(of_half, jnp.exp2(jnp.where(of_half, x, 0) * factor - m[:, None]), x)
+
+
+def _raised(m, scores, factor, inverse):
+    del inverse
+    highest = scores.max(1) * factor
+    return jnp.where(highest > m + MARGIN, highest, m)
 
 
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
@@ -22,4 +29,5 @@ RULES = {
     "_known_after": lambda m, acc: m,
     "_add_parts": lambda total, x: total + x.sum(1) / THREADS_OF_ROW,
     "_sum_parts": lambda total: total * THREADS_OF_ROW,
+    "_raised": _raised,
 }

@@ -72,14 +72,22 @@ class Inputs:
         """Of each gradient of per-head parameters, the error that rounding out explains.
 
         Delta is computed from the rounded out, so a query's error reaches a slope's gradient times
-        a distance. It is one random sum, several times one device's if that happens to be small.
+        a distance, and a sink's times the sink's weight. It is one random sum, several times one
+        device's if that happens to be small.
         """
-        products = self.cotangents[0].astype(np.float64) * self.reference.truth[0]
-        by_head = np.sqrt((products**2).sum(axis=(0, 1, 3)).max())
-        ulp = float(jnp.finfo(self.q.dtype).eps) / np.sqrt(12)
+        out, lse = self.reference.truth[:2]
+        by_query = ((self.cotangents[0].astype(np.float64) * out) ** 2).sum(axis=3)
         q_at, kv_at = self.call["query_positions"], self.call["key_value_positions"]
-        of_slopes = ulp * by_head * max(q_at.max() - kv_at.min(), kv_at.max() - q_at.min())
-        return [of_slopes if name == "alibi_slopes" else 0.0 for name in sorted(self.numbers)]
+        factors: dict[str, Any] = {
+            "alibi_slopes": max(q_at.max() - kv_at.min(), kv_at.max() - q_at.min())
+        }
+        if "sink_logits" in self.numbers:
+            factors["sink_logits"] = np.exp(self.numbers["sink_logits"] - lse)
+        ulp = float(jnp.finfo(self.q.dtype).eps) / np.sqrt(12)
+        return [
+            ulp * np.sqrt((by_query * factors[name] ** 2).sum(axis=(0, 1)).max())
+            for name in sorted(self.numbers)
+        ]
 
 
 def places(order, length, rng):

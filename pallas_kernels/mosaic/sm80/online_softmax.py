@@ -10,17 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import along_rows, rescale_rows
 from pallas_kernels.mosaic.sm80 import instructions
-
-# Sums are rescaled only if a query's maximum has grown by more than this, in base 2. Weights are
-# then at most 2^8, which every dtype can represent, and most tiles rescale nothing.
-_RESCALE_ABOVE = 8.0
+from pallas_kernels.softmax import MARGIN
 
 
 class OnlineSoftmax(NamedTuple):
     """The state of the online softmax, with weights ``2^(score - m)``.
 
     Attributes:
-      m: float32 ``[rows]``, in base 2: the maximum so far, or at most ``_RESCALE_ABOVE`` below it.
+      m: float32 ``[rows]``, in base 2: the maximum so far, or at most
+        :data:`~pallas_kernels.softmax.MARGIN` below it.
       total: float32 ``[rows]``, each thread's partial sums of weights.
       acc: float32 ``[rows, Hv]``, sums of weights times values.
     """
@@ -42,7 +40,7 @@ class OnlineSoftmax(NamedTuple):
           fragments: register layouts.
         """
         highest = jnp.max(scores, axis=1) * factor
-        m = jnp.where(highest > self.m + _RESCALE_ABOVE, highest, self.m)
+        m = jnp.where(highest > self.m + MARGIN, highest, self.m)
         shrink = jnp.exp2(self.m - m)
         weights = jnp.exp2(scores * factor - along_rows(m, scores.shape))
         weights = plgpu.layout_cast(weights, fragments.tile)

@@ -316,7 +316,7 @@ class _State(NamedTuple):
     Attributes:
       weights: ``[64, block_kv]``, of the last tile visited, in the inputs' dtype.
       acc: float32 ``[64, Hv]``, the sum of weights times values.
-      m: float32 ``[64]``, the largest score so far, in base 2.
+      m: float32 ``[64]``, the largest score so far, in base 2, or a margin below it.
       total: float32 ``[64]``, the sum of weights; with ``split_softmax`` each thread's part of it.
     """
 
@@ -424,7 +424,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         acc, p = optimization_barrier(acc, p)
         late_m = row_halves.known_after(m, acc) if splits else m
         consumer.free_stage(memory.v_free, v_stage)
-        # Most tiles hold no new maximum: then nothing is rescaled.
+        # Most tiles raise no m: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
         if splits:
             p, total = forward_scores.second_half(*of_step, p, late_m, total)

@@ -31,7 +31,7 @@ def finish(consumer: Consumer, acc: jax.Array, m: jax.Array, total: jax.Array) -
     Args:
       consumer: the queries.
       acc: float32 ``[64, Hv]``, the sum of weights times values.
-      m: float32 ``[64]``, the largest score in base 2.
+      m: float32 ``[64]``, the largest score in base 2, or a margin below it.
       total: float32 ``[64]``, the sum of weights; with ``split_softmax`` each thread's part of it.
     """
     memory, warpgroup, work = consumer.refs.memory, consumer.warpgroup, consumer.work

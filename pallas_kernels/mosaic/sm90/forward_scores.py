@@ -1,7 +1,7 @@
 """Scores and online softmax of the forward kernel; queries are the rows of a tile of scores.
 
-With m the largest score of a query so far, times ``factor``, which takes a score to base 2, the
-query's weights are ``2^(factor score - m)``.
+With m the largest score of a query so far, times ``factor``, which takes a score to base 2, or at
+most a margin below that (``row_maximum.py``), the query's weights are ``2^(factor score - m)``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm90 import row_halves
+from pallas_kernels.mosaic.sm90 import row_halves, row_maximum
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -158,7 +158,7 @@ def update_softmax(
       consumer: the queries.
       step: loop step, which determines the keys.
       products: float32 ``[64, block_kv]``, ``q k^T``.
-      m: float32 ``[64]``, the largest score so far, in base 2.
+      m: float32 ``[64]``, the largest score so far, in base 2, or a margin below it.
       total: float32 ``[64]``, the sum of weights so far; with ``split_softmax`` each thread's part.
       masked: whether any of the tile's scores may be masked.
 
@@ -198,7 +198,7 @@ def second_half(
       consumer: the queries.
       step: loop step.
       half: the weights of half of the rows, the others' scores.
-      m: float32 ``[64]``, the largest score so far.
+      m: float32 ``[64]``, the new m.
       total: float32 ``[64]``, each thread's part of the sum of weights over the tiles before.
     """
     p = row_halves.exp2_of_half(half, m, consumer.static.base_2_factor, 1)
@@ -211,5 +211,10 @@ def _next_maximum(
     """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
     tile = consumer.tile(step)
     scores = tile.scores(tile.raw(products), masked=masked)
-    m_next = jnp.maximum(m, scores.max(axis=1) * consumer.static.base_2_factor)
+    factor = consumer.static.base_2_factor
+    if consumer.static.config.producer_warpgroup:
+        m_next = row_maximum.raised(m, scores, factor)
+    else:
+        # At head dim 64, consumers that start copies have no registers for that.
+        m_next = jnp.maximum(m, scores.max(axis=1) * factor)
     return scores, m_next, jnp.exp2(m - m_next)

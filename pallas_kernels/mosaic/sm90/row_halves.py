@@ -7,6 +7,7 @@ of these. Sums over a row are kept by thread: the four that share a row have dif
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,7 +23,25 @@ from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
 
 # Threads that share a row of a tile.
 THREADS_OF_ROW = 4
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def like(x: jax.Array, layout: Any) -> Any:
+    """The type of a float32 result of ``x``'s shape."""
+    return plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout)
+
+
+def element(register: Any, index: int) -> Any:
+    """A register's element, an MLIR value."""
+    return vector.extract(register, dynamic_position=[], static_position=[index])
+
+
+def with_rows(example: Any, values: Iterable[Any]) -> Any:
+    """A fragment with the layout of ``example`` and one value per register."""
+    registers = np.empty(example.registers.shape, dtype=object)
+    for index, (register, value) in enumerate(zip(example.registers.flat, values, strict=True)):
+        registers.flat[index] = vector.broadcast(register.type, value)
+    return FragmentedArray(_registers=registers, _layout=example.layout, _is_signed=None)
 
 
 def exp2_of_half(x: jax.Array, m: jax.Array, factor: float, half: int) -> jax.Array:
@@ -35,7 +54,7 @@ def exp2_of_half(x: jax.Array, m: jax.Array, factor: float, half: int) -> jax.Ar
       half: 0 or 1.
     """
     of_half = _exp2_of_second if half else _exp2_of_first
-    run = plgpu.inline_mgpu(arg_types=(TILE, ROWS, _SCALAR), return_type=_like(x, TILE))
+    run = plgpu.inline_mgpu(arg_types=(TILE, ROWS, SCALAR), return_type=like(x, TILE))
     return run(of_half)(x, m, jnp.float32(factor))
 
 
@@ -46,23 +65,19 @@ def known_after(m: jax.Array, acc: jax.Array) -> jax.Array:
     exponentials before it waits for acc, a float32 tile. Here it cannot, as m seems to depend on
     acc: by bits that the third index of the CTA selects. It is 0, since the grid has one axis.
     """
-    run = plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=_like(m, ROWS))
+    run = plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=like(m, ROWS))
     return run(_known_after)(m, acc)
 
 
 def add_parts(total: jax.Array, x: jax.Array) -> jax.Array:
     """``total``, float32 ``[64]``, and each thread's sums of its elements of ``x``'s rows."""
-    run = plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=_like(total, ROWS))
+    run = plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=like(total, ROWS))
     return run(_add_parts)(total, x)
 
 
 def sum_parts(total: jax.Array) -> jax.Array:
     """The rows' sums, float32 ``[64]``, from those of each thread."""
-    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=_like(total, ROWS))(_sum_parts)(total)
-
-
-def _like(x: jax.Array, layout: Any) -> Any:
-    return plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout)
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=like(total, ROWS))(_sum_parts)(total)
 
 
 def _exp2_of_first(_, x, m, factor):
@@ -74,12 +89,12 @@ def _exp2_of_second(_, x, m, factor):
 
 
 def _exp2(x, m, factor, half):
-    f32, minus_m = ir.F32Type.get(), arith.negf(_element(m.registers.flat[half], 0))
+    f32, minus_m = ir.F32Type.get(), arith.negf(element(m.registers.flat[half], 0))
     # [groups of 8 columns, 2 rows], each register with two columns.
     registers = x.registers.copy().reshape(-1, 2)
     for index, register in enumerate(registers[:, half]):
         for column in range(2):
-            score = math.fma(_element(register, column), factor.registers.item(), minus_m)
+            score = math.fma(element(register, column), factor.registers.item(), minus_m)
             weight: Any = llvm.inline_asm(
                 f32, [score], "ex2.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False
             )
@@ -92,43 +107,31 @@ def _exp2(x, m, factor, half):
 
 
 def _known_after(_, m, acc):
-    first, second = (_element(register, 0) for register in m.registers.flat)
+    first, second = (element(register, 0) for register in m.registers.flat)
     second = llvm.inline_asm(
-        ir.F32Type.get(), [second, _element(acc.registers.flat[-1], 1)],
+        ir.F32Type.get(), [second, element(acc.registers.flat[-1], 1)],
         "{ .reg .b32 bits, m, acc; mov.u32 bits, %ctaid.z; mov.b32 m, $1; mov.b32 acc, $2; "
         "and.b32 bits, bits, acc; or.b32 m, m, bits; mov.b32 $0, m; }",
         "=f,f,f", has_side_effects=False,
     )  # fmt: skip
-    return _with_rows(m, [first, second])
+    return with_rows(m, [first, second])
 
 
 def _add_parts(_, total, x):
     by_row, sums = x.registers.reshape(-1, 2), []
     for row, register in enumerate(total.registers.flat):
         # Two sums at a time, so that an addition need not wait for the one before.
-        columns = [[_element(register, i) for register in by_row[:, row]] for i in range(2)]
+        columns = [[element(register, i) for register in by_row[:, row]] for i in range(2)]
         part = arith.addf(*(functools.reduce(arith.addf, column) for column in columns))
-        sums.append(arith.addf(_element(register, 0), part))
-    return _with_rows(total, sums)
+        sums.append(arith.addf(element(register, 0), part))
+    return with_rows(total, sums)
 
 
 def _sum_parts(_, total):
     sums = []
     for register in total.registers.flat:
-        value = _element(register, 0)
+        value = element(register, 0)
         for distance in (1, 2):
             value = arith.addf(value, utils.shfl_bfly(value, distance))
         sums.append(value)
-    return _with_rows(total, sums)
-
-
-def _element(register: Any, index: int) -> Any:
-    return vector.extract(register, dynamic_position=[], static_position=[index])
-
-
-def _with_rows(like: Any, values: list[Any]) -> Any:
-    """A fragment with the layout of ``like`` and one value per register."""
-    registers = np.empty(like.registers.shape, dtype=object)
-    for index, (register, value) in enumerate(zip(like.registers.flat, values, strict=True)):
-        registers.flat[index] = vector.broadcast(register.type, value)
-    return FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
+    return with_rows(total, sums)
