@@ -45,10 +45,13 @@ SHARED_LARGE = mosaic_sm90(
     MosaicConfig(128, 64, 3, producer_warpgroup=False),
     MosaicConfig(128, 128, 3, do_stages=2, producer_warpgroup=False),
 )
-# Head dims above 128: consumers with keys of their own, and with keys that they share.
-LATENT, WIDE_DETERMINISTIC = (
-    mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, keys, 2, wide=True), deterministic)
-    for keys, deterministic in ((128, False), (64, True))
+# Head dims above 128: consumers with keys of their own, and with keys that they share, whose
+# products are late or not.
+LATENT, WIDE_DETERMINISTIC, LATE = (
+    mosaic_sm90(
+        MosaicConfig(128, 64, 2), MosaicConfig(64, keys, 2, wide=True, late=late), deterministic
+    )
+    for keys, deterministic, late in ((128, False, False), (64, True, False), (64, False, True))
 )
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (
@@ -108,6 +111,7 @@ RUNS = [
     ("functions", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
+    ("wide", LATE),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
     *((name, SHARED_LARGE) for name in LARGE_TILES),
@@ -119,6 +123,7 @@ RUNS = [
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
+    LATE: "-late",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
