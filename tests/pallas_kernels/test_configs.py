@@ -67,6 +67,10 @@ SPEC = AttentionSpec.of
             "wide is True: it needs a producer warpgroup",
         ),
         (
+            lambda: MosaicConfig(64, 128, 2, wide=True, late=True),
+            "late is True: it needs wide, and block_kv 64",
+        ),
+        (
             lambda: MosaicConfig(128, 64, 2, wide=True),
             "block_q is 128: where wide is True it must be 64",
         ),

@@ -10,7 +10,7 @@ import local
 import local_cases
 import numpy as np
 import pytest
-from cases import MASKS, all_pairs, few_of
+from cases import MASKS, all_pairs, few_of, value_dim
 from conftest import IMPLEMENTATION, ON_GPU
 from implementations import IMPLEMENTATIONS, QUICK, UNDER_TEST
 from local_cases import attend, case_id
@@ -38,9 +38,9 @@ if ON_GPU:
 if IMPLEMENTATION == "mosaic_sm90":
     # What this kernel takes, with and without parts of tiles.
     FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))
-    FACTORS["head_dim"] = (32, 64, 96, 128)
+    FACTORS["head_dim"] = (32, 64, 96, 128, 160, 192, 256)
     FACTORS["dtype"] = ("bfloat16", "float16")
-    FACTORS["value_dim"] = ("same",)
+    FACTORS["value_dim"] = ("same", 128)
 if IMPLEMENTATION == "mosaic_sm80":
     # In 7 keys a drawn mask may leave no score at all.
     FACTORS["lengths"] = tuple((24, 20) if x == (9, 7) else x for x in FACTORS["lengths"])
@@ -51,7 +51,7 @@ CASES = all_pairs(FACTORS)
 if IMPLEMENTATION == "mosaic_sm90":
     # The slopes of a score_mod spill registers in this kernel's backward above head dim 64.
     for case in CASES:
-        if case["functions"] == "functions" and case["head_dim"] > 64:
+        if case["functions"] == "functions" and max(case["head_dim"], value_dim(case)) > 64:
             case["functions"] = "mask_mod"
 # On a CPU every level is met: rings run XLA's attention in all pairs. On a GPU every pair is.
 FEW = sorted(CASES.index(case) for case in few_of(CASES))

@@ -45,12 +45,19 @@ SHARED_LARGE = mosaic_sm90(
     MosaicConfig(128, 64, 3, producer_warpgroup=False),
     MosaicConfig(128, 128, 3, do_stages=2, producer_warpgroup=False),
 )
-# Head dims above 128: consumers with keys of their own, and with keys that they share.
-LATENT = mosaic_sm90(
-    MosaicConfig(128, 128, 2, split_softmax=True), MosaicConfig(64, 128, 2, wide=True)
-)
-WIDE_DETERMINISTIC = mosaic_sm90(
-    MosaicConfig(128, 96, 2), MosaicConfig(64, 64, 2, wide=True), deterministic=True
+# Head dims above 128: consumers with keys of their own, and with keys that they share, whose
+# products are late or not.
+LATENT, WIDE_DETERMINISTIC, LATE = (
+    mosaic_sm90(
+        MosaicConfig(128, *forward, split_softmax=True),
+        MosaicConfig(64, keys, 2, wide=True, late=late),
+        deterministic,
+    )
+    for forward, keys, deterministic, late in (
+        ((128, 2), 128, False, False),
+        ((96, 2), 64, True, False),
+        ((96, 2), 64, False, True),
+    )
 )
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (
@@ -113,6 +120,7 @@ RUNS = [
     ("late", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
+    ("wide", LATE),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
     *((name, SHARED_LARGE) for name in LARGE_TILES),
@@ -124,6 +132,7 @@ RUNS = [
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
+    LATE: "-late",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",

@@ -252,7 +252,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     state = lax.fori_loop(masked_end, consumer.end, full_step, state)
     dq = None
     if static.config.wide:
-        wide_step.add_last_dq(consumer, state)
+        state = wide_step.finish(consumer, state)
     else:
         dq = backward_step.last_dq(consumer, lane)
     plgpu.barrier_arrive(refs.barriers.kv_free)

@@ -63,6 +63,8 @@ class MosaicConfig:
         warpgroups have the same number of registers; cluster must be 1.
       wide: backward: whether a step is the one for head dims above 128
         (:mod:`pallas_kernels.mosaic.sm90.wide_step`).
+      late: backward: whether the products that read P and dS run a step late. For equal head dims
+        up to 192, and ``shares_keys``.
     """
 
     block_q: int
@@ -74,6 +76,7 @@ class MosaicConfig:
     split_softmax: bool = dataclasses.field(default=False, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
     wide: bool = dataclasses.field(default=False, kw_only=True)
+    late: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name, unit in (("block_q", 64), ("block_kv", 32)):
@@ -92,6 +95,8 @@ class MosaicConfig:
             )
         if self.wide and not self.producer_warpgroup:
             raise ValueError("wide is True: it needs a producer warpgroup")
+        if self.late and not self.shares_keys:
+            raise ValueError("late is True: it needs wide, and block_kv 64")
         if self.wide and self.block_q != WARPGROUP_ROWS:
             raise ValueError(
                 f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
@@ -116,11 +121,16 @@ class MosaicConfig:
 
         Either consumer warpgroup may run almost a whole step ahead of the other: with three
         buffers, or with two and a barrier that tells when both have read one. If they share keys,
-        every step waits for both.
+        every step waits for both, unless products are ``late``.
         """
         if self.wide:
-            return 1 if self.shares_keys else 2
+            return 1 if self.shares_keys and not self.late else 2
         return 2 if self.dq_by_rows else 3
+
+    @property
+    def p_buffers(self) -> int:
+        """Buffers for P of the backward kernel if ``wide``."""
+        return 2 if self.late else 1
 
     @property
     def tiles(self) -> Tiles:
@@ -242,7 +252,7 @@ def wide_backward_config(head_dim: int, value_dim: int) -> MosaicConfig:
     Registers hold dK and dV of 128 keys up to (192, 128), and of 64 keys up to (256, 256).
     """
     keys = 128 if (head_dim, value_dim) == (192, 128) else 64
-    return MosaicConfig(64, keys, 2, wide=True)
+    return MosaicConfig(64, keys, 2, wide=True, late=(head_dim, value_dim) == (192, 192))
 
 
 def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
@@ -301,7 +311,7 @@ def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
 
 def staging_lanes(config: MosaicConfig, head_dim: int) -> int:
     """Lanes that leave the backward kernel's staging buffer at a time."""
-    return 32 if config.wide else head_dim // 2
+    return 32 if config.wide and not config.late else head_dim // 2
 
 
 def staging_limits(value_dim: int) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ class BackwardMemory(NamedTuple):
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
       ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product.
-      p: ``[block_kv, block_q]``, weights for dV's product if ``wide``; else None.
+      p: ``[p_buffers, block_kv, block_q]``, weights for dV's product if ``wide``; else None.
       staging: float32 ``[2, block_q, staging_lanes]``, by consumer warpgroup: gradients on their
         way to global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes
         no notice of the shape.
@@ -219,7 +219,7 @@ class BackwardMemory(NamedTuple):
         if config.wide:
             # P and dS are written for some of the queries at a time.
             lanes = value_lanes = WIDE_SCORE_QUERIES
-            p = _matrix((block_kv, block_q), dtype, lanes=lanes)
+            p = _matrix((config.p_buffers, block_kv, block_q), dtype, lanes=lanes)
         q_parts = block_q // WARPGROUP_ROWS
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
