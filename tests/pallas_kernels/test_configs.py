@@ -119,7 +119,7 @@ DIMS = range(16, 257, 16)
 def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
     for equal, *dims, in_accumulator in itertools.product((0, 1), DIMS, DIMS, (False, True)):
         monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
-        config = sm90.forward_config(*dims)
+        config = sm90.forward_config(dims[0], dims[1])
         memory = ForwardMemory.of(
             config, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
         )
