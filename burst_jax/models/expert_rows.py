@@ -39,8 +39,8 @@ def routes_of(ids: jax.Array, count: int) -> Routes:
     index = vary(jnp.arange(ids.size, dtype=jnp.int32), varying_axes(ids))
     sorted_ids, order = lax.sort((ids, index), num_keys=1, is_stable=True)
     _, inverse = lax.sort((order, index), num_keys=1)
-    ends = jnp.searchsorted(sorted_ids, jnp.arange(count, dtype=jnp.int32), side="right")
-    sizes = jnp.diff(ends.astype(jnp.int32), prepend=jnp.zeros((1,), jnp.int32))
+    # One reduction; a binary search would be a loop of small kernels.
+    sizes = jnp.sum(ids[:, None] == jnp.arange(count, dtype=jnp.int32), 0, dtype=jnp.int32)
     return Routes(ids, sorted_ids, order, inverse, sizes)
 
 
