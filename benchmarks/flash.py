@@ -232,7 +232,7 @@ def run(args: argparse.Namespace) -> None:
         except ImportError as error:
             raise Unusable(
                 f"benchmarks flash needs torch and flash-attn-4 ({error}); install them with: "
-                "pip install torch flash-attn-4"
+                "pip install torch flash-attn-4==4.0.0b36 (pre-releases only)"
             ) from error
     results = Results(
         jax.devices()[0].device_kind, jax.__version__, "bfloat16", matmul_ceiling(jnp.bfloat16)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
-from burst_jax.command_line import integer
+from burst_jax.command_line import Unusable, integer
 from burst_jax.layouts.permutation import check_length
 from burst_jax.models import DecoderConfig, MixtureOfExperts
 from burst_jax.models.experts import Experts
@@ -190,8 +190,10 @@ def add_command(commands: Any) -> None:
         help="weights and optimizer state: replicated; sharded over the sequence axis; or so with "
         "tokens exchanged over it instead of experts gathered",
     )  # fmt: skip
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="7b-layers", help="model")
-    parser.add_argument("--layers", type=integer(1), help="default: all of the model's")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="7b-layers", help="default: %(default)s"
+    )
+    parser.add_argument("--layers", type=integer(1), help="default: those of the shape")
     parser.add_argument(
         "--remat", choices=get_args(Remat), default=DecoderConfig.remat,
         help="what a layer saves for the backward pass",
@@ -222,6 +224,9 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table and saves it."""
+    if "exchanged" in args.weights and SHAPES[args.shape].experts is None:
+        shapes = ", ".join(name for name, config in SHAPES.items() if config.experts is not None)
+        raise Unusable(f"--weights exchanged needs a --shape with experts: {shapes}")
     require_gpus("benchmarks train")
     require_outputs(args.json)
     devices = jax.devices()

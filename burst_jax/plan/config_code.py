@@ -19,8 +19,8 @@ def config_code(config: DecoderConfig) -> list[str]:
     types, arguments = {DecoderConfig}, []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == "hf_config" or value == field.default:
-            continue
+        if field.name == "hf_config" or (value == field.default and field.name != "mlp_dim"):
+            continue  # mlp_dim, of each expert, is printed in any case.
         if field.name in ("dtype", "param_dtype"):
             code = f"jnp.{jnp.dtype(value).name}"
         elif isinstance(value, type):

@@ -25,8 +25,18 @@ NEED_A_GPU = "benchmarks {} needs an NVIDIA GPU; JAX runs on 'cpu' here"
 EXITS = {
     **{
         name: NEED_A_GPU.format(name)
-        for name in ("kernels", "train", "loss", "serve", "decode", "ampere", "flash")
+        for name in (
+            "kernels",
+            "train",
+            "loss",
+            "serve",
+            "decode",
+            "decode-step",
+            "ampere",
+            "flash",
+        )
     },
+    "train --weights exchanged": "--weights exchanged needs a --shape with experts: qwen3-30b-a3b",
     "ring": "benchmarks ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring --cases 0 --strategies zigzag zigag": r"--strategies ['zigag']: these cases have Ulysses",
 }
