@@ -24,8 +24,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 
 import burst_jax
-from benchmarks.command_line import require_gpus
-from benchmarks.kernels import Case, arrays_of
+from benchmarks.command_line import add_cases, require_gpus
+from benchmarks.kernels import Case, arrays_of, with_gradients
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, mosaic_sm80
 from pallas_kernels.timing import median_time
 
@@ -52,9 +52,7 @@ SM80 = dataclasses.replace(mosaic_sm80(), unavailable=lambda platform, compute_c
 
 def sm80_attention(case: Case, **options: Any) -> Callable[..., jax.Array]:
     """:func:`burst_jax.local_attention` of a case, on the sm80 kernels."""
-    ids = case.segment_ids()
-    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    options = {**case.options, **segments, **case.per_head(), **options}
+    options = case.arguments() | options
     return functools.partial(burst_jax.local_attention, implementation=SM80, **options)
 
 
@@ -64,16 +62,10 @@ def sm80_times(case: Case, **options: Any) -> tuple[float, float]:
     Mosaic GPU compiles them for the GPU at hand. Told that its architecture is Ampere's, it emits
     the same instructions as for an A100.
     """
-    attend, (*qkv, do) = sm80_attention(case, **options), arrays_of(case)
-
-    @jax.jit
-    def both(do: jax.Array, *qkv: jax.Array) -> Any:
-        out, vjp = jax.vjp(attend, *qkv)
-        return out, vjp(do)
-
-    forward = jax.jit(attend)
+    attend, arrays = sm80_attention(case, **options), arrays_of(case)
+    forward, both = jax.jit(attend), with_gradients(attend)
     with as_ampere():
-        return median_time(lambda: forward(*qkv)), median_time(lambda: both(do, *qkv))
+        return median_time(lambda: forward(*arrays[:3])), median_time(lambda: both(*arrays))
 
 
 def as_ampere() -> Any:
@@ -238,9 +230,5 @@ def run(args: argparse.Namespace) -> None:
 def add_command(commands: Any) -> None:
     """Adds ``ampere`` to the benchmarks' command line."""
     parser = commands.add_parser("ampere", help=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases", nargs="+", type=int, default=list(range(len(ALL_CASES))), metavar="I",
-        choices=range(len(ALL_CASES)),
-        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(ALL_CASES)),
-    )  # fmt: skip
+    add_cases(parser, [case.name for case in ALL_CASES])
     parser.set_defaults(run=run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def require_outputs(json: Path | None = None, png: Path | None = None) -> None:
             plot.figure_class()
     except (OSError, ImportError) as error:
         raise Unusable(str(error)) from error
+
+
+def add_cases(parser: Any, names: Sequence[str]) -> None:
+    """Adds ``--cases``, indices of the named cases, to a benchmark's command line."""
+    parser.add_argument(
+        "--cases", nargs="+", type=int, default=list(range(len(names))), metavar="I",
+        choices=range(len(names)), help="; ".join(f"{i}: {name}" for i, name in enumerate(names)),
+    )  # fmt: skip
 
 
 def add_outputs(parser: Any, *, png: bool = True) -> None:

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.command_line import add_cases, add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import CASES as KERNEL_CASES
-from benchmarks.kernels import Case, arrays_of, matmul_ceiling
+from benchmarks.kernels import Case, arrays_of, matmul_ceiling, with_gradients
 from benchmarks.results import Results, Row
 from burst_jax import local_attention
 from burst_jax.command_line import Unusable, integer, number
@@ -66,19 +66,10 @@ class Side:
 
 def ours(case: Case, arrays: tuple[jax.Array, ...]) -> Side:
     """This project's kernels, as :func:`burst_jax.local_attention` chooses them."""
-    ids = case.segment_ids()
-    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    attend = functools.partial(local_attention, **case.options, **segments)
-    *qkv, do = arrays
-
-    @jax.jit
-    def both(do: jax.Array, *qkv: jax.Array) -> Any:
-        out, vjp = jax.vjp(attend, *qkv)
-        return out, *vjp(do)
-
-    forward = jax.jit(attend)
+    attend = functools.partial(local_attention, **case.arguments())
+    forward, both = jax.jit(attend), with_gradients(attend)
     return Side(
-        "burst-jax", lambda: forward(*qkv), lambda: both(do, *qkv), wait=jax.block_until_ready
+        "burst-jax", lambda: forward(*arrays[:3]), lambda: both(*arrays), jax.block_until_ready
     )
 
 
@@ -267,11 +258,7 @@ def _line(rows: list[Row]) -> str:
 def add_command(commands: Any) -> None:
     """Adds ``flash`` to the benchmarks' command line."""
     parser = commands.add_parser("flash", help=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
-        choices=range(len(CASES)),
-        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
-    )  # fmt: skip
+    add_cases(parser, [case.name for case in CASES])
     parser.add_argument(
         "--turns", type=integer(1), default=3, help="turns of each call (%(default)s)"
     )

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 import burst_jax
 from benchmarks import plot
-from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.command_line import add_cases, add_outputs, require_gpus, require_outputs
 from benchmarks.results import Results, Row
 from benchmarks.truth import attention_and_gradients
 from burst_jax.attention.arguments import LocalArguments
@@ -88,6 +88,12 @@ class Case:
         """The mask as keyword arguments."""
         window = None if self.window is None else (self.window - 1, 0)
         return {"is_causal": self.is_causal, "local_window_size": window}
+
+    def arguments(self) -> dict[str, Any]:
+        """Mask, segment ids and per-head parameters as keyword arguments of burst_attention."""
+        ids = self.segment_ids()
+        segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        return {**self.options, **segments, **self.per_head()}
 
     def request(self) -> Request:
         """The request of burst_attention on one device."""
@@ -182,6 +188,18 @@ def arrays_of(case: Case) -> tuple[jax.Array, ...]:
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+
+def with_gradients(attend: Attention) -> Callable[..., tuple[jax.Array, ...]]:
+    """``(q, k, v, dO) -> (out, dQ, dK, dV)``, compiled."""
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[jax.Array, ...]:
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(do)
+
+    return both
+
+
 # ``make(gradient)`` returns the attention to time, for the forward pass only or with its gradient.
 Maker = Callable[[bool], Attention]
 
@@ -189,10 +207,9 @@ Maker = Callable[[bool], Attention]
 def ours(case: Case, implementation: str) -> Attention:
     """burst_attention on a mesh of one GPU."""
     mesh = jax.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
-    ids = case.segment_ids()
-    segments = {} if ids is None else {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    options = {**case.options, **segments, **case.per_head(), "implementation": implementation}
-    return functools.partial(burst_jax.burst_attention, mesh=mesh, **options)
+    return functools.partial(
+        burst_jax.burst_attention, mesh=mesh, implementation=implementation, **case.arguments()
+    )
 
 
 def cudnn(case: Case) -> Attention:
@@ -319,13 +336,7 @@ def measure(inputs: KernelInputs, peer: str, make: Maker, limit: float) -> Row:
     arrays = inputs.q, inputs.k, inputs.v
     try:
         forward = jax.jit(make(False))
-        differentiated = make(True)
-
-        @jax.jit
-        def both(q, k, v, do):
-            out, vjp = jax.vjp(differentiated, q, k, v)
-            return out, *vjp(do)
-
+        both = with_gradients(make(True))
         alone = inputs.errors(out=forward(*arrays))
         names = ("out", "dq", "dk", "dv")
         gradients = dict(zip(names, both(*arrays, inputs.do), strict=True))
@@ -423,11 +434,7 @@ def add_command(commands: Any) -> None:
         "--implementations", nargs="+", choices=[each.name for each in OURS],
         help="default: all that support this GPU",
     )  # fmt: skip
-    parser.add_argument(
-        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
-        choices=range(len(CASES)),
-        help="; ".join(f"{i}: {case.name}" for i, case in enumerate(CASES)),
-    )  # fmt: skip
+    add_cases(parser, [case.name for case in CASES])
     add_outputs(parser)
     parser.set_defaults(run=run)
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import burst_jax
 from benchmarks import plot
-from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.command_line import add_cases, add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import Case, matmul_ceiling
 from benchmarks.results import Results, Row, gib
 from burst_jax.command_line import Unusable
@@ -326,11 +326,7 @@ def measure(inputs: RingInputs, name: str, make: Callable[[], Strategy]) -> Row:
 def add_command(commands: Any) -> None:
     """Adds ``ring`` to the command line."""
     parser = commands.add_parser("ring", help=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="I",
-        choices=range(len(CASES)),
-        help="; ".join(f"{i}: {case.name}" for i, (case, _) in enumerate(CASES)),
-    )  # fmt: skip
+    add_cases(parser, [case.name for case, _ in CASES])
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: all of the cases")
     add_outputs(parser)
     parser.set_defaults(run=run)
