@@ -66,8 +66,10 @@ def compare_rings(results: Results) -> Iterator[ComparedRing]:
         if case is None or row.peer not in _STRATEGIES or not row.forward > 0:
             continue
         estimate = _ring_estimate(case, row.peer, results.devices)
-        flops = 1e-12 * case.flops() / results.devices
-        yield ComparedRing(row, flops / estimate.forward_seconds, 3.5 * flops / estimate.seconds)
+        flops, both = (
+            1e-12 * x / results.devices for x in (case.flops(), case.flops_with_gradients())
+        )
+        yield ComparedRing(row, flops / estimate.forward_seconds, both / estimate.seconds)
 
 
 def _ring_estimate(case: Case, name: str, devices: int) -> Estimate:

@@ -319,7 +319,8 @@ def measure(inputs: RingInputs, name: str, make: Callable[[], Strategy]) -> Row:
     tera = 1e-12 * case.flops() * strategy.copies / n
     rounds = 5 if tera < 500 else 1  # Seconds each at a million tokens.
     row.forward = tera / median_time(lambda: forward(*arrays[:3]), rounds)
-    row.both = 3.5 * tera / median_time(lambda: gradient(*arrays), rounds)
+    tera_both = tera * case.flops_with_gradients() / case.flops()
+    row.both = tera_both / median_time(lambda: gradient(*arrays), rounds)
     return row
 
 

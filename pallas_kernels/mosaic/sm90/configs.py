@@ -34,6 +34,8 @@ WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
 # Queries of a tile of scores of that step.
 WIDE_SCORE_QUERIES = 32
+# With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
+_ROOM_FOR_ALL = 64
 # The widest heads for which the backward kernel has registers for the derivatives of a score_mod.
 MAX_DERIVATIVE_HEAD_DIM = 64
 
@@ -319,7 +321,7 @@ def staging_limits(value_dim: int) -> tuple[int, ...]:
 
     With Hv above 128 at most 32, which leaves room for part of the rounded result.
     """
-    return (64, 32, 16) if value_dim <= 128 else (32, 16)
+    return (_ROOM_FOR_ALL, 32, 16) if value_dim <= 128 else (32, 16)
 
 
 def float32_lanes(value_dim: int, most: int) -> int:
@@ -330,5 +332,5 @@ def float32_lanes(value_dim: int, most: int) -> int:
 
 def result_lanes(value_dim: int, float32: bool, most: int) -> int:
     """Lanes of o that are written at a time, in float32 or rounded: all, if there is room."""
-    whole = not float32 and most == staging_limits(128)[0]
+    whole = not float32 and most == _ROOM_FOR_ALL
     return value_dim if whole else float32_lanes(value_dim, most)
