@@ -74,10 +74,10 @@ class Experts:
         score, scores being normalized to a sum of 1; 1 if the load is even.
       z_loss: coefficient of the router's z-loss (Zoph et al. 2022), per layer the mean of
         ``logsumexp(logits)**2``.
-      capacity_factor: with expert parallelism, how many tokens a device sends to each other device
-        at a time, as a multiple of the mean. If a device has more, further exchanges follow; none
-        is dropped. Memory and communication are proportional to it. None sends all at once, in
-        memory for all tokens of all devices.
+      capacity_factor: with expert parallelism, for how many assignments of a token to an expert a
+        device sends tokens to each other device at a time, as a multiple of the mean. If a device
+        has more, further exchanges follow; none is dropped. The experts' rows in memory are
+        proportional to it. None sends all at once, in memory for all tokens of all devices.
 
     Raises:
       ValueError: a number out of range, or an unknown score.

@@ -124,6 +124,10 @@ def _backward(
     gathered = s.itemsize * s.layer.whole
     # The feed-forward's gradients are reduced at the end of the layer.
     summed = 4 * s.mlp.whole if sharded else 0
+    # Experts' gradients come in the dtype of their products, and are held until they are reduced.
+    # XLA does not place them where the layer's own weights were.
+    gathers_experts = sharded and s.copies and s.mlp.whole > s.mlp.part
+    gradients = 2 * s.itemsize * s.mlp.whole if gathers_experts else 0
     ring = temp_bytes(
         kernels,
         rotation,
@@ -155,7 +159,7 @@ def _backward(
         states += 3 * one / strategy.mlp_chunks + kv
         products += 4 * s.mlp.whole * 4 / 3
     return {
-        "attention": fetched + attention + gathered + summed,
+        "attention": fetched + attention + gathered + summed + gradients,
         "feed-forward": fetched + states + query + products + gathered,
     }
 
