@@ -6,6 +6,7 @@ of positions, segments, KV bounds, block-sparse tables, per-head parameters, dro
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import compare
@@ -77,17 +78,37 @@ def test_drawn_calls_are_exact_and_repeat_bit_for_bit(index):
     case = CASES[index]
     for order, seed in draws(case, index):
         inputs = local_cases.make_inputs(case | {"order": order}, seed, batch=1)
-        kernels = IMPLEMENTATIONS[IMPLEMENTATION]
+        kernels, repeating = IMPLEMENTATIONS[IMPLEMENTATION], 2
+        if index % 4 == 3 and case["functions"] != "functions":
+            kernels, repeating = kernels.deterministic_variant, 5
         got, again = (
             [np.asarray(x) for x in _attend(kernels, inputs.spec, *inputs.arrays)] for _ in range(2)
         )
         noise, lse_factor = inputs.number_noise(), lse_factor_on_gpu(case)
         try:
             compare.assert_exact(got, inputs.reference, case["dtype"], 1.5, lse_factor, noise)
-            for first, second in zip(got[:2], again[:2], strict=True):
+            for first, second in zip(got[:repeating], again, strict=False):
                 np.testing.assert_array_equal(first, second)
         except AssertionError as error:
             raise AssertionError(f"{case_id(case | {'order': order})}, seed {seed}") from error
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS.get(IMPLEMENTATION, ()))
+def test_the_largest_logit_may_change_with_every_tile(dim):
+    """By less than the margin that a forward tile's maximum may exceed the last by, and by more."""
+    case = {"mask": "full", "order": "contiguous", "blocks": 1, "lengths": (640, 640)}
+    case |= {"heads": (4, 2), "head_dim": dim, "dtype": "bfloat16", "numbers": "none"}
+    inputs = local_cases.make_inputs(case, dim, batch=1)
+    steps = np.linspace(0, 1, 640)
+    inputs.q[..., 0] = (520 * dim**0.5 * (steps - 0.5))[:, None]
+    for of_keys in (1.5 * steps - 1, 0.5 - 1.5 * steps, steps * np.sign(np.sin(16 * steps))):
+        (keys, values), *_ = inputs.kvs
+        keys = keys.copy()
+        keys[..., 0] = of_keys[:, None]
+        changed = dataclasses.replace(inputs, kvs=[(keys, values)])
+        kernels = IMPLEMENTATIONS[IMPLEMENTATION]
+        got = [np.asarray(x) for x in _attend(kernels, changed.spec, *changed.arrays)]
+        compare.assert_exact(got, changed.reference, "bfloat16", 1.5, lse_factor_on_gpu(case))
 
 
 def test_draws_have_scores_and_queries_without_any():
