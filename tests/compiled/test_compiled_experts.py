@@ -67,8 +67,8 @@ def test_tokens_are_sent_while_the_shared_expert_runs(target):
     assert kinds == {(TOKENS, D), (ASSIGNED,), (2,)}
     # Tokens, results, and the gradients of both, to seven devices each.
     assert len(rows) == 4 * 7
-    # XLA has four transfers in flight at a time.
-    assert sum(bool(during) for during in rows[:7]) >= 4
+    # XLA has four transfers in flight at a time; for an A100 the fourth starts after the products.
+    assert sum(bool(during) for during in rows[:7]) >= (4 if target == "h100" else 3)
     if target == "h100":
         # The gradients of tokens travel while those of the experts' matrices are computed.
         assert all("burst_grouped_gradient" in during for during in rows[-4:])
