@@ -64,7 +64,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
         # v, out, and the hidden features.
         "none": 3 * 4 / s.itemsize * s.normed
         + 2 * (s.width + s.query + s.kv + s.held_hidden)
-        + s.slots * s.width,
+        + s.assigned * s.width,
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
     return int(s.tokens * (features * s.itemsize + rows))
@@ -144,11 +144,10 @@ def _backward(
     products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if saved else 5) * one
     # A token's copies, sorted by expert: the input of gate and up, and the gradients of both ends.
-    rows = 3 * s.slots * one / strategy.mlp_chunks
-    states += rows
+    states += 3 * s.assigned * one / strategy.mlp_chunks
     if strategy.expert:
         # What is sent and received on one side, next to sorted rows on the other.
-        states += rows
+        states += 3 * s.sent * one / strategy.mlp_chunks
         # Float32 sums of further rounds, in loops that XLA does not share memory with.
         states += 4 * (s.tokens * s.width + s.mlp.whole)
     if strategy.mlp_chunks > 1:
