@@ -155,23 +155,23 @@ def _summary(side: Side, block: int) -> TileSummary:
     length = side.positions.shape[0]
     count = -(-length // block)
     extra = count * block - length
-    pos = _module(side.positions).pad(side.positions, (0, extra), mode="edge")
+    pos = module_of(side.positions).pad(side.positions, (0, extra), mode="edge")
     pos = pos.reshape(1, count, block)
-    pos_first, pos_last = _reduce((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
+    pos_first, pos_last = joint_reduction((lax.min, _INT32.max, pos), (lax.max, _INT32.min, pos))
     whole: Any = np.arange(count, dtype=np.int32)[None] < length // block
     summary = TileSummary(pos_first, pos_last, whole, None, None, None)
     if side.segment_ids is not None:
-        summary = summary._replace(**_segments(side.segment_ids, count, block))
+        summary = summary._replace(**tile_segments(side.segment_ids, count, block))
     if isinstance(side, QuerySide) and side.kv_bounds:
         summary = summary._replace(**_kv_bounds(side.kv_bounds, count, block))
     return summary
 
 
-def _segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, jax.Array]:
+def tile_segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, jax.Array]:
     """The fields of :class:`TileSummary` about segments."""
     extra = count * block - segment_ids.shape[1]
     seg = jnp.pad(segment_ids, ((0, 0), (0, extra))).reshape(-1, count, block)
-    low, high, padded = _reduce(
+    low, high, padded = joint_reduction(
         (lax.min, _INT32.max, jnp.where(seg == 0, _INT32.max, seg)),
         (lax.max, _INT32.min, jnp.where(seg == 0, _INT32.min, seg)),
         (lax.max, 0, (seg == 0).astype(jnp.int32)),
@@ -197,17 +197,17 @@ def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str
     if ends is not None:
         parts["earliest_end"] = (lax.min, _INT32.max, ends)
         parts["latest_end"] = (lax.max, _INT32.min, jnp.where(sees, ends, _INT32.min))
-    return dict(zip(parts, _reduce(*parts.values()), strict=True))
+    return dict(zip(parts, joint_reduction(*parts.values()), strict=True))
 
 
 def _ranges(possible: jax.Array, full: jax.Array, parts: int = 1) -> jax.Array:
-    count, xp = possible.shape[-1], _module(possible, full)
+    count, xp = possible.shape[-1], module_of(possible, full)
     index = xp.arange(count, dtype=np.int32)
     # The range of full tiles is the first run of them. Causal and window masks have only one run.
     # Segments may have more; masking those tiles is needless but correct. The first run ends where
     # a full tile is first followed by one that is not.
     before = xp.pad(full[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    first, end, full_first, full_end = _reduce(
+    first, end, full_first, full_end = joint_reduction(
         (lax.min, count, xp.where(possible, index, count)),
         (lax.max, 0, xp.where(possible, index + 1, 0)),
         (lax.min, count, xp.where(full, index, count)),
@@ -248,13 +248,13 @@ def _lists(possible: jax.Array, full: jax.Array) -> jax.Array:
     return jnp.concatenate([*counts, tiles], axis=-1)
 
 
-def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence[jax.Array]:
+def joint_reduction(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence[jax.Array]:
     """Reduces int32 arrays of one shape over their last axis, each ``(operation, start, array)``.
 
     One joint reduction is one small GPU kernel, which runs before every attention.
     """
     operations, starts, arrays = zip(*parts, strict=True)
-    if _module(*arrays) is np:
+    if module_of(*arrays) is np:
         ufuncs = {lax.min: np.minimum, lax.max: np.maximum}
         return [
             ufuncs[operation].reduce(array, axis=-1, initial=start)
@@ -268,6 +268,6 @@ def _reduce(*parts: tuple[Callable[..., jax.Array], int, jax.Array]) -> Sequence
     return lax.reduce(arrays, starts, combine, (arrays[0].ndim - 1,))
 
 
-def _module(*arrays: jax.Array | np.ndarray) -> Any:
+def module_of(*arrays: jax.Array | np.ndarray) -> Any:
     """NumPy if all arrays are known while tracing, else ``jax.numpy``."""
     return np if all(isinstance(array, np.ndarray) for array in arrays) else jnp

@@ -59,6 +59,7 @@ class ScoreTile(NamedTuple):
       line: result of :meth:`affine_bias`, for all tiles with these queries; None: it is loaded.
       transposed: whether keys are the rows and queries the columns.
       kept: what is not loaded, because it is in registers.
+      intervals: :class:`pallas_kernels.mosaic.sm90.row_intervals.RowIntervals`, or None.
     """
 
     static: KernelStatic
@@ -72,6 +73,7 @@ class ScoreTile(NamedTuple):
     line: tuple[Any, Any] | None = None
     transposed: bool = False
     kept: RowValues = RowValues()
+    intervals: Any = None
 
     def raw(self, products: jax.Array) -> jax.Array:
         """:meth:`pallas_kernels.score.Score.raw` of the products ``q k^T``."""
@@ -106,8 +108,14 @@ class ScoreTile(NamedTuple):
             scores, _ = score.with_bias(scores, *self.positions(), self.per_head())
         if not masked:
             return scores
-        allowed = self._allowed()
-        return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+
+        def by_tokens(scores):
+            allowed = self._allowed()
+            return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
+
+        if self.intervals is None:
+            return by_tokens(scores)
+        return self.intervals.mask(scores, self.first_key, by_tokens)
 
     def excess(self) -> jax.Array | None:
         """float32 ``[M]``: by how much each query's base-2 scores are too large; None if exact.

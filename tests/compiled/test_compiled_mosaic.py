@@ -10,7 +10,7 @@ import pytest
 from compiled_calls import compile_call, compile_grouped
 
 from pallas_kernels import mosaic_sm90
-from pallas_kernels.mosaic.sm90 import configs
+from pallas_kernels.mosaic.sm90 import configs, row_intervals
 from pallas_kernels.mosaic.sm90 import grouped as grouped_sm90
 from pallas_kernels.mosaic.sm90.configs import (
     SHARED_MEMORY,
@@ -43,6 +43,7 @@ def compile_one(
 def report(monkeypatch, capfd):
     """``report(...)``: what the assembler reports while :func:`compile_one` runs."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
 
     def run(*args, **kwargs):
         capfd.readouterr()
@@ -63,7 +64,7 @@ CALLS = [
         {}, FULL | ROUNDED, PARAMETERS, RANGES, DROPOUT | SEGMENTS
     )),
     *(("forward", 128, options) for options in (
-        FULL | ROUNDED, BOTH, RANGES | FULL, BLOCKS | BOTH, {"mods": "score+mask"},
+        FULL | ROUNDED, BOTH, SEGMENTS, RANGES | FULL, BLOCKS | BOTH, {"mods": "score+mask"},
         # Thread-block clusters of two.
         FULL | {"config": CLUSTER}, ROUNDED,
     )),

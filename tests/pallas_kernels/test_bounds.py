@@ -19,6 +19,7 @@ from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
 from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import _summary, lists_for_all, over_batch, split_tiles
+from pallas_kernels.document_bounds import query_intervals
 
 HUGE = 2**31 - 1
 PARTS = 3
@@ -432,3 +433,39 @@ def test_scores_are_tested_where_a_tile_is_not_in_one_block():
         mask = BlockMask(jnp.ones((2, 1, 1), bool), 64, 64, *runs)
         assert mask.tests_scores(64, 32, together) == expected
         assert not BlockMask(mask.table[:1], 64, 64, 64, 64).tests_scores(64, 32, together)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(right=0), Mask(300, 0), Mask(70, 40), Mask(HUGE, HUGE)]
+)
+@pytest.mark.parametrize("step", [1, 3])
+def test_intervals_of_documents(mask, step):
+    """Exact wherever they exist: with padding, other documents first, and repeated ids."""
+    block, parts, t, s = 64, 2, 500, 450
+    orders = {
+        "ascending": np.repeat([1, 2, 3], [200, 230, 70]),
+        "padding": np.repeat([1, 0, 2, 0], [160, 40, 250, 50]),
+        "descending": np.repeat([3, 2], [300, 200]),
+        "repeated": np.repeat([1, 2, 1], [170, 130, 200]),
+    }
+    ids = np.stack(list(orders.values())).astype(np.int32)
+    q_at, kv_at = 100 + step * np.arange(t), 40 + step * np.arange(s)
+    q, kv = tokens(q_at, ids), tokens(kv_at, ids[:, -s:])
+    run = jax.jit(query_intervals, static_argnums=(0, 3, 4))
+    table = np.asarray(run(mask, q, kv, block, parts))
+    assert table.shape == (len(ids), 4, 4 * parts)
+    keep = mask_of(mask, q, kv)
+    index = np.arange(s)
+    found = np.zeros(len(ids), int)
+    for row, part in np.ndindex(len(ids), t // block):
+        start, end, first_start, first_end = table[row].reshape(-1, 4)[part]
+        found[row] += end >= 0
+        for r in range(block if end >= 0 else 0):
+            inside = (index >= max(start, first_start + r)) & (index < min(end, first_end + r))
+            np.testing.assert_array_equal(inside, keep[row, block * part + r])
+    np.testing.assert_array_equal(found, [5, 5, 6, 1])
+    # The last tile is partial, and no interval is known where positions are in another order.
+    assert (table[:, 3, 5] == -1).all()
+    shuffled = tokens(kv_at[::-1], ids[:, -s:])
+    table = np.asarray(run(mask, q, shuffled, block, parts)).reshape(len(ids), -1, 4)
+    assert (table[..., 1] >= 0).any() == (not mask.reads_positions)

@@ -20,7 +20,7 @@ from local_cases import attend
 
 from pallas_kernels import REFERENCE, mosaic_sm90
 from pallas_kernels.mosaic import tile_scheduler
-from pallas_kernels.mosaic.sm90 import shared_memory
+from pallas_kernels.mosaic.sm90 import row_intervals, shared_memory
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import TileScheduler
@@ -114,6 +114,10 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (256, 256), 32, "float16", "both",
         table=(128, 64, False),
     ),
+    # Some warpgroups' queries are of one document, and have intervals of keys.
+    "documents": a_case(
+        "packed_causal", "contiguous", 2, (2, 1), (264, 200), 64, "bfloat16", "none"
+    ),
     "latent": a_case(
         "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
     ),
@@ -129,6 +133,7 @@ LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
     ("late", KERNELS),
+    ("documents", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("wide", LATE),
@@ -142,7 +147,7 @@ RUNS = [
     # The shipped tiles of that case are for three consumer warpgroups.
     ("shipped", mosaic_sm90()),
 ]
-QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions"
+QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions", "documents"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
     LATE: "-late",
@@ -217,6 +222,7 @@ def random_carry(inputs):
 def test_as_exact_as_dense(monkeypatch, name, kernels):
     """Two CTAs loop over work tiles where one shard is visited; else each has one work tile."""
     case = CASES[name]
+    monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
     if case["blocks"] == 1:
         monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
     # Two sequences: each has its own segment ids and KV bounds.

@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import instructions, row_halves, row_maximum
+from pallas_kernels.mosaic.sm90 import instructions, row_halves, row_intervals, row_maximum
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Number of clocks that asynchronous copies and products use in turn. A race between two that share
@@ -428,7 +428,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (fragments.__name__, "_rescale_rows"):
             x, factors = get_invals()
             return token, [x * factors[:, None]]
-        if name[0] in (row_halves.__name__, row_maximum.__name__):
+        if name[0] in (x.__name__ for x in (row_halves, row_intervals, row_maximum)):
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         fetches = "_fetch", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (

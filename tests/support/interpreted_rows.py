@@ -1,4 +1,7 @@
-"""What functions of ``row_halves`` and ``row_maximum`` compute; a warpgroup is one thread."""
+"""What functions of ``row_halves``, ``row_intervals`` and ``row_maximum`` compute.
+
+A warpgroup is one thread.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,11 @@ def _raised(m, scores, factor, inverse):
     return jnp.where(highest > m + MARGIN, highest, m)
 
 
+def _between(scores, start, end):
+    column = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    return jnp.where((column >= start[:, None]) & (column < end[:, None]), scores, -jnp.inf)
+
+
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
 RULES = {
     "_exp2_of_first": functools.partial(_exp2_of_half, half=0),
@@ -30,4 +38,5 @@ RULES = {
     "_add_parts": lambda total, x: total + x.sum(1) / THREADS_OF_ROW,
     "_sum_parts": lambda total: total * THREADS_OF_ROW,
     "_raised": _raised,
+    "_between": _between,
 }

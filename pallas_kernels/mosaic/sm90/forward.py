@@ -54,6 +54,7 @@ from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, specialize_warpgroups
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
+from pallas_kernels.mosaic.sm90.row_intervals import tile_ranges, with_intervals
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import (
@@ -118,17 +119,17 @@ def forward(
 
 def forward_bounds(
     inputs: AttentionInputs, *, spec: AttentionSpec, config: MosaicConfig | None = None
-) -> jax.Array:
+) -> Any:
     """The tile bounds that :func:`forward` reads with the same config."""
-    config = config or _shipped_config(inputs, spec)
-    block_mask = inputs.shared.block_mask
+    config, block_mask = config or _shipped_config(inputs, spec), inputs.shared.block_mask
     # Only tiles with more queries than keys have consumers that can skip much. The CTAs of a
     # cluster would still wait for each other, and consumers that copy may lack registers for it.
     skips = config.block_q > config.block_kv and config.cluster == 1 and block_mask is None
     if inputs.has_bias or inputs.has_segments or inputs.has_kv_bounds:
         skips &= config.producer_warpgroup
     parts = config.block_q // WARPGROUP_ROWS if skips else 1
-    return query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
+    bounds = query_bounds(spec.mask, inputs.query, inputs.kv, config.tiles, block_mask, parts)
+    return with_intervals(bounds, inputs, spec, config)
 
 
 def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfig:
@@ -158,10 +159,10 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
         cluster=static.config.cluster,
     )  # fmt: skip
 
+    ranges, last = tile_ranges(inputs.bounds), static.kv_tiles - 1
+
     def iterator_of(batch, head, tile):
-        return TileIterator(
-            inputs.bounds, batch, head, tile, last=static.kv_tiles - 1, descending=True
-        )
+        return TileIterator(ranges, batch, head, tile, last, descending=True)
 
     run_all = functools.partial(
         for_each_work_tile, static.work_tiles, scheduler, iterator_of, skip_empty=True
@@ -298,8 +299,7 @@ def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
     this CTA has exited.
     """
     memory = refs.memory
-    operands = (memory.k_free, static.config.stages), (memory.v_free, static.v_stages)
-    for free, stages in operands:
+    for free, stages in ((memory.k_free, static.config.stages), (memory.v_free, static.v_stages)):
         for stage in range(stages):
             pl.when(steps > stage)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import softmax
+from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.mosaic.fragments import (
     along_columns,
     along_rows,
@@ -28,6 +29,7 @@ from pallas_kernels.mosaic.sm90 import row_halves, row_maximum
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
+from pallas_kernels.mosaic.sm90.row_intervals import RowIntervals
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
 
@@ -64,10 +66,17 @@ class Consumer(NamedTuple):
     ) -> Consumer:
         """Loads what belongs to the queries."""
         first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
+        intervals = None
+        if isinstance(refs.inputs.bounds, DocumentBounds):
+            table = refs.inputs.bounds.intervals
+            intervals = RowIntervals(table, work.batch, work.tile, warpgroup)
         scores = ScoreTile(
             static, refs.inputs.scores, LAYOUTS, (WARPGROUP_ROWS, static.config.block_kv),
-            work.batch, work.head, first, i32(0),
-        ).keeping_rows()  # fmt: skip
+            work.batch, work.head, first, i32(0), intervals=intervals,
+        )  # fmt: skip
+        if intervals is None:
+            # Else hardly any tile reads them.
+            scores = scores.keeping_rows()
         positions = affine = None
         if static.bias_in_accumulator:
             positions = scores.row_positions().astype(jnp.float32)

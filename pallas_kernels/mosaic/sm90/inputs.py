@@ -31,7 +31,8 @@ class ForwardInputs(NamedTuple):
     """What the forward kernel reads.
 
     Attributes:
-      bounds: int32 ``[1 or B, query tiles, 4]``, or tile lists (:mod:`pallas_kernels.bounds`).
+      bounds: int32 ``[1 or B, query tiles, 4]``, or tile lists (:mod:`pallas_kernels.bounds`), or
+        :class:`pallas_kernels.document_bounds.DocumentBounds`.
       q: ``[B, T, N, H]``.
       k: ``[B, S, K, H]``.
       v: ``[B, S, K, Hv]``.
