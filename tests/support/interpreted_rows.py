@@ -1,4 +1,7 @@
-"""What functions of ``row_halves`` and ``row_maximum`` compute; a warpgroup is one thread."""
+"""What functions of ``row_halves``, ``row_maximum`` and ``instructions`` compute.
+
+A warpgroup is one thread here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import functools
 
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic.fragments import constant
+from pallas_kernels.mosaic.sm90.instructions import TILE
 from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
 from pallas_kernels.softmax import MARGIN
 
@@ -20,6 +25,16 @@ def _raised(m, scores, factor, inverse):
     del inverse
     highest = scores.max(1) * factor
     return jnp.where(highest > m + MARGIN, highest, m)
+
+
+def store_left_operand(target, x):
+    """A store, whose order of registers does not show here."""
+    target[...] = x
+
+
+def fresh_zeros(shape):
+    """Zeros, of any instruction."""
+    return constant(shape, 0, TILE)
 
 
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
