@@ -104,7 +104,7 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
     if max(head_dim, value_dim) > WIDEST_NARROW_HEAD_DIM:
         shipped = wide_backward_config(head_dim, value_dim).block_kv
         for block_kv, stages in itertools.product({64, shipped}, (2, 3)):
-            config = MosaicConfig(64, block_kv, stages, wide=True)
+            config = mosaic_config(64, block_kv, stages, wide=True)
             if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
                 yield config
         return

@@ -1,17 +1,22 @@
 """Expert parallelism: tokens are sent to the devices of their experts, and results back.
 
 With n devices along the expert axes, device p has experts ``p E/n`` to ``(p + 1) E/n - 1``. A
-device's rows, tokens sorted by expert, are n consecutive parts, one per device. Their sizes are
-known only at run time, and XLA needs static ones, so a round sends C rows of each part::
+device's assignments of tokens to experts, T k of them sorted by expert, are n consecutive parts,
+one per device. Their sizes are known only at run time, and XLA needs static ones, so a round has C
+assignments of each part. A token is sent once to a device, however many of its experts that device
+has: C assignments are of at most S = min(C, T) tokens. The receiver copies each token for its
+experts, and returns the sum of their outputs::
 
-    tokens [T, D] -> slots [n, C, D] -> all-to-all -> rows by expert [n C, D] -> experts
-                  -> slots [n, C, D] -> all-to-all -> tokens [T, D]
+    tokens [T, D] -> slots [n, S, D] -> all-to-all -> rows by expert [n C, D] -> experts
+                  -> slots [n, S, D] -> all-to-all -> tokens [T, D]
 
-C is ``capacity_factor`` times a part's mean size. If a part is larger, further rounds of C / 4 rows
-follow, until every device of the group has sent all: no token is dropped, and memory does not
-depend on the imbalance. The number of these rounds is known on the device only, so their loop
-waits for the host once, also if there are none. Without further rounds (C is at least the number of
-a device's rows, like in small batches) there is no such loop.
+C is ``capacity_factor`` times a part's mean size. If a part is larger, further rounds of C / 4
+assignments follow, until every device of the group has sent all: no token is dropped, and memory
+does not depend on the imbalance. The number of these rounds is known on the device only, so their
+loop waits for the host once, also if there are none. Without further rounds (C is at least the
+number of a device's assignments, like in small batches) there is no such loop.
+
+Sums over the experts of one device are float32, and rounded to the dtype of the tokens to be sent.
 """
 
 from __future__ import annotations
@@ -34,19 +39,24 @@ from pallas_kernels.arrays import vary, varying_axes
 Run = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # The parameters of a Run, tokens [T, D], and their experts' weights, float32 [T, k].
 Arrays = tuple[Any, jax.Array, jax.Array]
-# Slots of a round are a multiple of this number; up to _FEW in all, one round has all rows.
+# The assignments of a round are a multiple of this number; up to _FEW in all, one round has all.
 _ALIGNMENT, _FEW = 8, 4096
 
 
 def round_sizes(rows: int, devices: int, factor: float | None) -> tuple[int, int]:
-    """``(first, further)``: how many rows a round sends to each device; further is 0 without any.
+    """``(first, further)``: a round's assignments per device; further is 0 without any.
 
-    ``rows`` is the number of a device's rows, T k.
+    ``rows`` is the number of a device's assignments, T k.
     """
     if factor is None or rows * devices <= _FEW:
         return rows, 0
     first = _aligned(factor * rows / devices)
     return (rows, 0) if first >= rows else (first, min(_aligned(first / 4), rows - first))
+
+
+def slots(tokens: int, assignments: int) -> int:
+    """How many tokens a round of so many assignments per device sends to each, of ``tokens``."""
+    return min(tokens, assignments)
 
 
 def _aligned(size: float) -> int:
@@ -77,11 +87,11 @@ def owner_tables(
 
 
 class _Parts(NamedTuple):
-    """The rows that devices send each other.
+    """The assignments to experts of each device, and those received from each.
 
     Attributes:
       routes: of this device's assignments to the experts of all devices.
-      counts: int32 ``[n, E / n]``, rows from each device for each expert of this one.
+      counts: int32 ``[n, E / n]``, assignments from each device to each expert of this one.
     """
 
     routes: Routes
@@ -150,29 +160,40 @@ def _round(
     start: Any,
     meanwhile: Callable[[], Any] = lambda: None,
 ) -> tuple[jax.Array, Any]:
-    """The experts' sums for rows ``start`` to ``start + capacity`` of each part, and the other."""
-    (parameters, tokens, weights), n = arrays, parts.counts.shape[0]
-    assignment, slot = _sent_slots(parts, capacity, start)
-    slot_of_row, row_of_slot, expert, sizes = _received_rows(parts, capacity, start)
+    """The experts' sums for assignments ``start`` to ``start + capacity`` of each part, and other.
 
-    def send(slots: jax.Array) -> jax.Array:
-        parts = slots.reshape(n, capacity, *slots.shape[1:])
-        return exchange(parts, axes).reshape(slots.shape)
+    The receiver numbers assignments by the slot of the token, and by the token's experts on this
+    device, of which there are at most m.
+    """
+    (parameters, tokens, weights), (n, each) = arrays, parts.counts.shape
+    (count, k), size = weights.shape, slots(tokens.shape[0], capacity)
+    most = min(k, each)
+    assignment, place = _sent_places(parts, capacity, start)
+    place_of_row, row_of_place, expert, sizes = _received_rows(parts, capacity, start)
+    device = jnp.minimum(place // capacity, n).reshape(count, k)
+    pair, slot, number = _sent_tokens(device, n, size, most)
 
-    received = send(copied(tokens, assignment, slot))
-    received_weights = send(moved(weights.reshape(-1), assignment, slot))
+    def send(x: jax.Array) -> jax.Array:
+        return exchange(x.reshape(n, -1, *x.shape[1:]), axes).reshape(x.shape)
+
+    received = send(copied(tokens, pair, slot))
+    received_weights = send(moved(weights.reshape(-1), assignment, place))
+    numbers = send(number.reshape(-1).at[assignment].get(mode="fill", fill_value=0))
     # XLA would compute the other as late as it can, when nothing is being sent.
     received, other = lax.optimization_barrier((received, meanwhile()))
-    rows, row_weights = (moved(x, slot_of_row, row_of_slot) for x in (received, received_weights))
+    number_of_row, row_of_number = _copies(place_of_row, numbers, n, size * most)
+    rows = copied(received, number_of_row, row_of_number)
+    row_weights = moved(received_weights, place_of_row, row_of_place)
     out = run(parameters, rows, row_weights, expert, sizes)
-    returned = send(moved(out, row_of_slot, slot_of_row))
-    return summed(moved(returned, slot, assignment), tokens.shape[0]), other
+    sums = summed(moved(out, row_of_number, number_of_row), n * size)
+    returned = send(sums.astype(out.dtype))
+    return summed(moved(returned, slot, pair), count), other
 
 
-def _sent_slots(parts: _Parts, capacity: int, start: Any) -> tuple[jax.Array, jax.Array]:
-    """The assignment of each slot ``[n C]``, and the slot of each assignment ``[T k]``.
+def _sent_places(parts: _Parts, capacity: int, start: Any) -> tuple[jax.Array, jax.Array]:
+    """The assignment at each place ``[n C]``, and the place of each assignment ``[T k]``.
 
-    Slots without a row, and rows of other rounds, have an index past the end.
+    Places without an assignment, and assignments of other rounds, have an index past the end.
     """
     routes, (n, each) = parts.routes, parts.counts.shape
     total = routes.ids.size
@@ -187,13 +208,69 @@ def _sent_slots(parts: _Parts, capacity: int, start: Any) -> tuple[jax.Array, ja
     return assignment, jnp.where(here, device * capacity + at, n * capacity)
 
 
+def _sent_tokens(
+    device: jax.Array, n: int, size: int, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each token once per device that it is sent to.
+
+    A pair is a token and a device: by the device's index, or, if a token has fewer experts than
+    there are devices, by the first of its experts there.
+
+    Args:
+      device: int32 ``[T, k]``, the device of each assignment, n for those of other rounds.
+      n: number of devices.
+      size: S, slots per device, enough for all.
+      most: m, the most experts of a token on one device.
+
+    Returns:
+      ``(pair of each slot [n S], slot of each pair [T min(k, n)], number of each assignment
+      [T, k])``. Slots without a token, and pairs of which nothing is sent, have an index past the
+      end. Numbers are those of the assignment on its device: ``m slot + index``.
+    """
+    k = device.shape[1]
+    sent = (device[..., None] == jnp.arange(n, dtype=jnp.int32)).any(1)
+    rank = jnp.cumsum(sent, 0, dtype=jnp.int32) - 1
+    same = (device[:, :, None] == device[:, None, :]) & np.tri(k, k, -1, dtype=bool)
+    index = jnp.sum(same, -1, dtype=jnp.int32)
+    rank_of = jnp.take_along_axis(rank, jnp.minimum(device, n - 1), 1)
+    first = jnp.arange(n, dtype=jnp.int32) * size
+    if n <= k:
+        slot = jnp.where(sent, first + rank, n * size)
+    else:
+        slot = jnp.where((index == 0) & (device < n), device * size + rank_of, n * size)
+    slot = slot.reshape(-1)
+    return _inverse(slot, n * size), slot, most * rank_of + index
+
+
+def _copies(
+    place_of_row: jax.Array, numbers: jax.Array, n: int, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """``(number of each row [n C], row of each number [n S m])``, past the end without any.
+
+    ``numbers`` are those of the assignments at each place, below ``size`` from each device.
+    """
+    capacity = numbers.shape[0] // n
+    first = jnp.arange(n, dtype=jnp.int32)[:, None] * size
+    numbers = (numbers.reshape(n, capacity) + first).reshape(-1)
+    of_row = numbers.at[place_of_row].get(mode="fill", fill_value=n * size)
+    return of_row, _inverse(of_row, n * size)
+
+
+def _inverse(index: jax.Array, size: int) -> jax.Array:
+    """Where each of ``size`` numbers is in ``index``; those that are not have its length."""
+    count = index.shape[0]
+    at = vary(jnp.arange(count, dtype=jnp.int32), varying_axes(index))
+    empty = vary(jnp.full((size,), count, jnp.int32), varying_axes(index))
+    return empty.at[index].set(at, mode="drop")
+
+
 def _received_rows(
     parts: _Parts, capacity: int, start: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """``(slot of each row, row of each slot, expert of each row, rows of each expert)``.
+    """``(place of each row, row of each place, expert of each row, rows of each expert)``.
 
     Rows ``[n C]`` are ordered by expert, then by the device they are from. Rows after the last
-    expert's, and slots without a row, have an index past the end.
+    expert's, and places without a row, have an index past the end.
     """
     n, each = parts.counts.shape
     ends = jnp.cumsum(parts.counts, 1)
@@ -206,20 +283,20 @@ def _received_rows(
     index = vary(jnp.arange(n * capacity, dtype=jnp.int32), varying_axes(parts))
 
     def segment(last: jax.Array) -> jax.Array:
-        """The segment of each row or slot: the number of ends up to it."""
+        """The segment of each row or place: the number of ends up to it."""
         ended = vary(jnp.zeros((n * capacity,), jnp.int32), varying_axes(parts))
         ended = ended.at[last].add(1, mode="drop")
         return jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), n * each - 1)
 
     of_row = segment(by_expert)
-    slots, starts = (x.T.reshape(-1)[of_row] for x in (firsts, row_firsts))
-    slot_of_row = jnp.where(index < by_expert[-1], slots + index - starts, n * capacity)
-    of_slot = segment(lasts.reshape(-1))
-    slots, starts = (x.reshape(-1)[of_slot] for x in (firsts, row_firsts))
-    ended = lasts.reshape(-1)[of_slot]
-    here = (index >= slots) & (index < ended)
-    row_of_slot = jnp.where(here, starts + index - slots, n * capacity)
-    return slot_of_row, row_of_slot, of_row // n, sizes.sum(0)
+    places, starts = (x.T.reshape(-1)[of_row] for x in (firsts, row_firsts))
+    place_of_row = jnp.where(index < by_expert[-1], places + index - starts, n * capacity)
+    of_place = segment(lasts.reshape(-1))
+    places, starts = (x.reshape(-1)[of_place] for x in (firsts, row_firsts))
+    ended = lasts.reshape(-1)[of_place]
+    here = (index >= places) & (index < ended)
+    row_of_place = jnp.where(here, starts + index - places, n * capacity)
+    return place_of_row, row_of_place, of_row // n, sizes.sum(0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

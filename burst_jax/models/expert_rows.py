@@ -39,9 +39,13 @@ def routes_of(ids: jax.Array, count: int) -> Routes:
     index = vary(jnp.arange(ids.size, dtype=jnp.int32), varying_axes(ids))
     sorted_ids, order = lax.sort((ids, index), num_keys=1, is_stable=True)
     _, inverse = lax.sort((order, index), num_keys=1)
+    return Routes(ids, sorted_ids, order, inverse, sizes_of(ids, count))
+
+
+def sizes_of(ids: jax.Array, count: int) -> jax.Array:
+    """The number of assignments to each of ``count`` experts, int32."""
     # One reduction; a binary search would be a loop of small kernels.
-    sizes = jnp.sum(ids[:, None] == jnp.arange(count, dtype=jnp.int32), 0, dtype=jnp.int32)
-    return Routes(ids, sorted_ids, order, inverse, sizes)
+    return jnp.sum(ids[:, None] == jnp.arange(count, dtype=jnp.int32), 0, dtype=jnp.int32)
 
 
 # Rows are gathered in both directions; JAX's own gradient would scatter and add. Indices past the

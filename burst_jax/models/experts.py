@@ -30,7 +30,7 @@ from burst_jax.layers.lora import add_adapter
 from burst_jax.models.expert_chunks import run_chunked
 from burst_jax.models.expert_decoding import can_decode, run_decoding
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
-from burst_jax.models.expert_rows import Routes, copied, moved, of_groups, routes_of, summed
+from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
     ACTIVATIONS,
     Auxiliary,
@@ -74,10 +74,10 @@ class Experts:
         score, scores being normalized to a sum of 1; 1 if the load is even.
       z_loss: coefficient of the router's z-loss (Zoph et al. 2022), per layer the mean of
         ``logsumexp(logits)**2``.
-      capacity_factor: with expert parallelism, how many tokens a device sends to each other device
-        at a time, as a multiple of the mean. If a device has more, further exchanges follow; none
-        is dropped. Memory and communication are proportional to it. None sends all at once, in
-        memory for all tokens of all devices.
+      capacity_factor: with expert parallelism, for how many assignments of a token to an expert a
+        device sends tokens to each other device at a time, as a multiple of the mean. If a device
+        has more, further exchanges follow; none is dropped. The experts' rows in memory are
+        proportional to it. None sends all at once, in memory for all tokens of all devices.
 
     Raises:
       ValueError: a number out of range, or an unknown score.
@@ -216,7 +216,7 @@ class MixtureOfExperts(FeedForward):
             ids = jnp.where(groups[ids] == lax.axis_index(same), numbers[ids], count)
         if present is not None:
             ids = jnp.where(present[:, None], ids, count)
-        routes = routes_of(ids.reshape(-1), count)
+        sizes = sizes_of(ids.reshape(-1), count)
         run = partial(_run_experts, config, keeps_products)
         # Sums over devices, of the gradients of what all have, are of tokens, not of their copies.
         arrays = _varying((self._parameters(), tokens, weights))
@@ -225,8 +225,9 @@ class MixtureOfExperts(FeedForward):
             return None if self.shared is None else self.shared(x, keeps_products=keeps_products)
 
         def routed(
-            arrays: Any, routes: Routes, meanwhile: Callable[[], Any]
+            arrays: Any, ids: jax.Array, meanwhile: Callable[[], Any]
         ) -> tuple[jax.Array, Any, jax.Array | None]:
+            routes = routes_of(ids.reshape(-1), count)
             if sent:
                 out, other, rounds = run_exchanged(
                     run, arrays, routes, axes=sent, factor=experts.capacity_factor,
@@ -240,7 +241,7 @@ class MixtureOfExperts(FeedForward):
             return summed(moved(out, inverse, order), arrays[1].shape[0]), meanwhile(), None
 
         def chunk(arrays: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            out, _, rounds = routed(arrays, routes_of(ids.reshape(-1), count), lambda: None)
+            out, _, rounds = routed(arrays, ids, lambda: None)
             return out.astype(config.dtype), rounds
 
         rounds = None
@@ -254,7 +255,7 @@ class MixtureOfExperts(FeedForward):
             of_all, ids = shared(), _varying((ids, arrays))[0]
             out, rounds = run_chunked(chunk, config.mlp_chunks, arrays, ids)
         else:
-            out, of_all, rounds = routed(arrays, routes, shared)
+            out, of_all, rounds = routed(arrays, ids, shared)
         if rounds is not None:
             sums = sums._replace(rounds=jnp.stack([rounds, jnp.ones_like(rounds)]))
         # What experts of other devices have is not the same hidden features, but other terms.
@@ -271,7 +272,7 @@ class MixtureOfExperts(FeedForward):
         out = out.reshape(x.shape)
         if of_all is not None:
             out = out + of_all
-        return out, sums._replace(counts=lax.stop_gradient(routes.sizes.astype(jnp.float32)))
+        return out, sums._replace(counts=lax.stop_gradient(sizes.astype(jnp.float32)))
 
     @classmethod
     def auxiliary(cls, config: DecoderConfig, sums: Any) -> Auxiliary:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.command_line import Parser, integer, number
-from burst_jax.errors import shown
+from burst_jax.errors import did_you_mean, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.layers.rope import Llama3Rope, YarnRope
 from burst_jax.models import (
@@ -73,7 +73,10 @@ def config_of(name: str) -> DecoderConfig:
       ValueError: an unknown name.
     """
     if name not in SHAPES:
-        raise ValueError(f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder")
+        raise ValueError(
+            f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder"
+            f"{did_you_mean(name, SHAPES)}"
+        )
     sizes, _, variant = SHAPES[name]
     config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | variant
     if "experts" in config:

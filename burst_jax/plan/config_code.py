@@ -28,7 +28,7 @@ def config_code(config: DecoderConfig) -> list[str]:
             code = value.__name__
         else:
             types |= _types(value)
-            code = repr(value)
+            code = _code(value)
         arguments.append(f"{field.name}={code},")
     modules: dict[str, list[str]] = {}
     for each in sorted(types, key=lambda each: each.__name__):
@@ -38,6 +38,17 @@ def config_code(config: DecoderConfig) -> list[str]:
     imports = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
     body = textwrap.wrap(" ".join(arguments), _WIDTH, break_long_words=False)
     return [*imports, "config = DecoderConfig(", *(f"    {line}" for line in body), ")"]
+
+
+def _code(value: Any) -> str:
+    """A value as code; of dataclasses only what differs from the defaults."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_code, value))}{',' * (len(value) == 1)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    code = (f"{field.name}={_code(x)}" for field, x in given if x != field.default)
+    return f"{type(value).__name__}({', '.join(code)})"
 
 
 def _types(value: Any) -> set[type]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.expert_exchange import round_sizes
+from burst_jax.models.expert_exchange import round_sizes, slots
 from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import logical_axes, name_of, weight_specs
@@ -51,7 +51,8 @@ class DeviceSizes:
         experts and of the shared one.
       expert_hidden: those of one expert.
       copies: number of experts that a token is sent to, k; 0 without experts.
-      slots: rows of the experts' arrays per token: k, or with expert parallelism what a round has.
+      assigned: rows of the experts' arrays per token: k, or those of a round of exchange.
+      sent: rows that a round sends per token, empty ones included; 0 without an exchange.
       normed: features that one layer's norms read, in total.
       post_normed: those of them that post-norms of attention and feed-forward read.
       vocab: its shard of the vocabulary.
@@ -76,7 +77,8 @@ class DeviceSizes:
     hidden: int
     expert_hidden: int
     copies: int
-    slots: float
+    assigned: float
+    sent: float
     normed: int
     post_normed: int
     vocab: int
@@ -92,7 +94,7 @@ class DeviceSizes:
     @property
     def held_hidden(self) -> float:
         """Hidden features in memory, per token."""
-        return self.hidden + (self.slots - self.copies) * self.expert_hidden
+        return self.hidden + (self.assigned - self.copies) * self.expert_hidden
 
     @property
     def products(self) -> int:
@@ -151,11 +153,12 @@ def device_sizes(
     head_features = config.head_dim
     query = config.num_heads // tensor * head_features
     kv = kv_heads * head_features
-    tokens, slots = rows * length // strategy.token_devices, float(copies)
+    tokens = rows * length // strategy.token_devices
+    assigned, sent = float(copies), 0.0
     if experts and strategy.expert:
         devices = strategy.expert_devices
-        sent, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
-        slots = devices * sent / tokens
+        first, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
+        assigned, sent = (devices * x / tokens for x in (first, slots(tokens, first)))
     post_normed = 2 * config.embed_dim if config.post_norms else 0
     return DeviceSizes(
         layers=config.num_layers,
@@ -168,7 +171,8 @@ def device_sizes(
         heads=config.num_heads // tensor,
         hidden=((copies or 1) * config.mlp_dim + shared) // tensor,
         copies=copies,
-        slots=slots,
+        assigned=assigned,
+        sent=sent,
         expert_hidden=config.mlp_dim // tensor,
         normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
         post_normed=post_normed,

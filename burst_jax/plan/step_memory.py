@@ -64,7 +64,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
         # v, out, and the hidden features.
         "none": 3 * 4 / s.itemsize * s.normed
         + 2 * (s.width + s.query + s.kv + s.held_hidden)
-        + s.slots * s.width,
+        + s.assigned * s.width,
     }[remat]
     rows = {"full": 0, "half": lse / 2}.get(remat, lse)
     return int(s.tokens * (features * s.itemsize + rows))
@@ -124,6 +124,10 @@ def _backward(
     gathered = s.itemsize * s.layer.whole
     # The feed-forward's gradients are reduced at the end of the layer.
     summed = 4 * s.mlp.whole if sharded else 0
+    # Experts' gradients come in the dtype of their products, and are held until they are reduced.
+    # XLA does not place them where the layer's own weights were.
+    gathers_experts = sharded and s.copies and s.mlp.whole > s.mlp.part
+    gradients = 2 * s.itemsize * s.mlp.whole if gathers_experts else 0
     ring = temp_bytes(
         kernels,
         rotation,
@@ -144,11 +148,10 @@ def _backward(
     products = max((3 if saved else 4) * hidden, 3 * hidden + 2 / 3 * summed)
     states = (3 if saved else 5) * one
     # A token's copies, sorted by expert: the input of gate and up, and the gradients of both ends.
-    rows = 3 * s.slots * one / strategy.mlp_chunks
-    states += rows
+    states += 3 * s.assigned * one / strategy.mlp_chunks
     if strategy.expert:
         # What is sent and received on one side, next to sorted rows on the other.
-        states += rows
+        states += 3 * s.sent * one / strategy.mlp_chunks
         # Float32 sums of further rounds, in loops that XLA does not share memory with.
         states += 4 * (s.tokens * s.width + s.mlp.whole)
     if strategy.mlp_chunks > 1:
@@ -156,7 +159,7 @@ def _backward(
         states += 3 * one / strategy.mlp_chunks + kv
         products += 4 * s.mlp.whole * 4 / 3
     return {
-        "attention": fetched + attention + gathered + summed,
+        "attention": fetched + attention + gathered + summed + gradients,
         "feed-forward": fetched + states + query + products + gathered,
     }
 

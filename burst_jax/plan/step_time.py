@@ -120,8 +120,8 @@ def step_seconds(
 
     features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
     # Each direction sorts a token's copies and sorts them back: a read and a write of each. With an
-    # exchange both devices do.
-    sorts = 16 * s.slots if strategy.expert else 8 * s.copies
+    # exchange the sender does the same with what it sends.
+    sorts = 8 * (s.assigned + s.sent)
     passes = {name: features * (count + sorts) for name, count in _PASSES.items()}
     # Every chunk of the feed-forward accumulates into float32 gradients.
     sums = s.layers * 8 * s.mlp.whole * (strategy.mlp_chunks - 1) / bandwidth
@@ -200,7 +200,7 @@ def _exchanges(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -> 
     # Tokens and results, their gradients, and tokens again where a layer is recomputed.
     remats = strategy.remats(s.layers)
     count = 4 * s.layers + sum(layers for remat, layers in remats.items() if remat != "none")
-    size = s.slots * s.tokens * s.width * s.itemsize
+    size = s.sent * s.tokens * s.width * s.itemsize
     seconds = (n - 1) / n * size / (1e9 * cluster.exchange_link)
     hosts = -(-n * strategy.tensor // cluster.gpus)
     if hosts > 1:

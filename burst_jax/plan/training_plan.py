@@ -258,7 +258,9 @@ class TrainingPlan:
             "    )",
             f"    # permute the tokens: burst_jax.training.make_batch(..., {layout})",
         ]
-        return [*lines, *self._command(best, model), *self._reason(best)]
+        return [
+            *lines, "", "the same in a shell:", *self._command(best, model), *self._reason(best)
+        ]  # fmt: skip
 
     def _command(self, best: StepEstimate, model: str) -> list[str]:
         """The command of ``examples/train_lm.py``, below comments on the variables that it sets."""

@@ -356,13 +356,12 @@ class Generator:
         """
         filled, device = self._filled, self._filled.generated % self._devices
         used = filled.used + (device == 0)
-        numbers = filled.next_position, device, used - 1, int(self._lengths.max()) + 1
+        position = TokenPosition(
+            filled.next_position, device, used - 1, int(self._lengths.max()) + 1
+        )
+        numbers = np.array([*running, *position], np.int32)
         self._cache, logits = self._steps.decode(
-            self._steps.model.leaves,
-            self._donate(),
-            tokens,
-            running.astype(np.int32),
-            TokenPosition(*map(np.int32, numbers)),
+            self._steps.model.leaves, self._donate(), tokens, numbers
         )
         holes = filled.holes or not running.all()
         self._filled = FillState(filled.next_position + 1, used, filled.generated + 1, holes)

@@ -205,13 +205,14 @@ class Steps:
         Args:
           weights: the model's ``leaves``.
           cache: donated.
-          *arrays: int32 ``[B]``, the tokens; int32 ``[B]``, 0 for a sequence that has ended, whose
-            token is not stored; the :class:`TokenPosition`. All replicated.
+          *arrays: int32 ``[B]``, the tokens; int32 ``[B + 4]``: for each sequence 1, or 0 if it has
+            ended, so that its token is not stored, and the :class:`TokenPosition`. One array,
+            because the host copies each to the device, in every step. Both replicated.
 
         Returns:
           ``(cache, logits)``, float32 ``[B, V]`` of the next token.
         """
-        in_specs = self.model.specs, self.specs, P(), P(), P()
+        in_specs = self.model.specs, self.specs, P(), P()
         run = self._mapped(self._decode_here, in_specs, (self.specs, P()))
         return run(self.model.unflatten(weights), cache, *arrays)
 
@@ -220,10 +221,10 @@ class Steps:
         weights: Any,
         cache: Cache,
         tokens: jax.Array,
-        present: jax.Array,
-        position: TokenPosition,
+        numbers: jax.Array,
     ) -> tuple[Cache, jax.Array]:
         """One device's shard of a decoding step."""
+        present, position = numbers[: self.batch], TokenPosition(*numbers[self.batch :])
         batch = cache.lengths.shape[0]
         batch_axes = self.model.shardings.batch_axes
         first = lax.axis_index(batch_axes) * batch if batch_axes else 0

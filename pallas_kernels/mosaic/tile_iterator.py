@@ -100,6 +100,17 @@ class TileIterator:
         tile = jnp.minimum(self._full_first + index, self._last)
         return tile if self._list is None else self._list(tile)
 
+    def next_full(self, tile: Any) -> tuple[jax.Array, jax.Array] | None:
+        """The full tile visited after a full one, and whether (0 or 1) it is the first one again.
+
+        None for tile lists.
+        """
+        if self._list is not None:
+            return None
+        first = self._full_first if self._rotate is None else self._full_first + self._rotate
+        following = jnp.where(tile + 1 < self._full_end, tile + 1, self._full_first)
+        return following, (following == first).astype(jnp.int32)
+
     def skipped(self, part: Any) -> jax.Array | None:
         """How many of the first loop steps a part of the work tile can skip, not all of them.
 

@@ -17,7 +17,6 @@ from served_models import CONFIG
 
 from burst_jax.models import Decoder, Experts, MixtureOfExperts
 from burst_jax.serving import Generator
-from burst_jax.serving.cache import TokenPosition
 from pallas_kernels.mosaic.sm80.decode import partial_attention
 
 pytestmark = pytest.mark.cuda_compiler
@@ -86,11 +85,9 @@ def decode_program(gpu, config):
         place = jax.NamedSharding(mesh, jax.P())
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
-    one, row = shapes((jnp.int32(0), jnp.zeros(1, jnp.int32)))
-    arguments = shapes(steps.model.leaves), shapes(server._cache), row, row
-    arguments = *arguments, TokenPosition(*[one] * 4)
+    arguments = steps.model.leaves, server._cache, jnp.zeros(1, jnp.int32), jnp.zeros(5, jnp.int32)
     with jax.set_mesh(mesh), compiled.mosaic_compiles_for(mesh):
-        return steps.decode.lower(*arguments).compile()
+        return steps.decode.lower(*shapes(arguments)).compile()
 
 
 def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries():

@@ -16,10 +16,10 @@ from burst_jax.models.weights import flat_weights, with_weights
 
 pytestmark = pytest.mark.cuda_compiler
 
-TOKENS, D, CAPACITY = 4096, 512, 1536
+TOKENS, D, ASSIGNED = 4096, 512, 6144
 CONFIG = DecoderConfig(
     embed_dim=D, mlp_dim=256, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, remat="none",
-    feed_forward=MixtureOfExperts, experts=Experts(16, 2, shared_dim=1024),
+    feed_forward=MixtureOfExperts, experts=Experts(16, 8, shared_dim=1024),
 )  # fmt: skip
 
 
@@ -61,14 +61,17 @@ def test_tokens_are_sent_while_the_shared_expert_runs(target):
     loops = [x for x in compiled.computations(program)["ENTRY"] if x.opcode == "while"]
     assert len([x for x in loops if "known_trip_count" not in x.rest]) == 2
     sent = compiled.moves(program, "collective-permute")["ENTRY"]
-    rows = [during for shapes, during in sent if (1, CAPACITY, D) in shapes]
+    # Each token once per device, a number and a weight per assignment, and the experts' counts.
+    rows = [during for shapes, during in sent if (1, TOKENS, D) in shapes]
+    kinds = {shape[1:] for shapes, _ in sent for shape in shapes}
+    assert kinds == {(TOKENS, D), (ASSIGNED,), (2,)}
     # Tokens, results, and the gradients of both, to seven devices each.
     assert len(rows) == 4 * 7
-    # XLA has four transfers in flight at a time.
-    assert sum(bool(during) for during in rows[:7]) >= 4
+    # XLA has four transfers in flight at a time; for an A100 the fourth starts after the products.
+    assert sum(bool(during) for during in rows[:7]) >= (4 if target == "h100" else 3)
     if target == "h100":
         # The gradients of tokens travel while those of the experts' matrices are computed.
         assert all("burst_grouped_gradient" in during for during in rows[-4:])
     most = max(elements for *_, elements in compiled.arrays_in_order(program))
-    # The shared expert's gate and up, which are more than a round's rows.
-    assert 8 * CAPACITY * D < most == TOKENS * 2 * 1024 < TOKENS * 16 * D
+    # A round's rows.
+    assert most == 8 * ASSIGNED * D < TOKENS * 16 * D

@@ -162,6 +162,13 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
 
 
+def planned_bytes(config, params, strategy, length):
+    """The temporary memory of a step, according to the planner."""
+    of_device = device_sizes(config, params, strategy, length=length, batch=1)
+    memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
+    return memory.activations + memory.gradients + memory.work
+
+
 @pytest.mark.slow
 def test_gathered_experts_are_sent_ahead():
     """A layer's experts travel during the layer before; no array has all experts for all tokens."""
@@ -169,7 +176,10 @@ def test_gathered_experts_are_sent_ahead():
     config = dataclasses.replace(
         CONFIG, num_layers=2, mlp_dim=256, feed_forward=MixtureOfExperts, experts=experts
     )
-    program, _, _ = compile_step(config, seq=8)
+    program, params, _ = compile_step(config, seq=8)
+    strategy = TrainingStrategy("sharded", 1, (8,), 1, "zigzag", config.remat)
+    planned = planned_bytes(config, params, strategy, 8 * TOKENS)
+    assert compiled.temp_bytes(program) == pytest.approx(planned, rel=0.1)
     gate = experts.count, config.embed_dim // 8, config.mlp_dim
     forward = [
         [during for shapes, during in sent if gate in shapes]
@@ -210,10 +220,7 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, seq, uly
         strategy = TrainingStrategy(
             "sharded", 1, (seq,), 1, "zigzag", remat, remat_layers=count, ulysses=ulysses
         )
-        length = seq * ulysses * tokens
-        of_device = device_sizes(config, params, strategy, length=length, batch=1)
-        memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
-        return memory.activations + memory.gradients + memory.work
+        return planned_bytes(config, params, strategy, seq * ulysses * tokens)
 
     found = compiled.temp_bytes(program)
     assert found == pytest.approx(planned(config.remat, config.remat_layers), rel=accuracy)

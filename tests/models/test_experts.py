@@ -163,20 +163,19 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expert", "factor", "skewed"),
+    ("sizes", "expert", "factor", "popular", "chunks"),
     [
-        ({"fsdp": 2, "seq": 2, "tensor": 2}, ("seq", "fsdp"), 0.5, False),
-        pytest.param({"expert": 4, "seq": 2}, "expert", 0.5, True, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "seq": 3}, "seq", None, False, marks=pytest.mark.slow),
-        pytest.param({"seq": 6}, "seq", 1.5, True, marks=pytest.mark.slow),
+        ({"fsdp": 2, "seq": 2, "tensor": 2}, ("seq", "fsdp"), 0.5, (), 1),
+        ({"seq": 2}, "seq", 0.5, (7, 9), 3),
+        pytest.param({"expert": 4, "seq": 2}, "expert", 0.5, (7, 22), 1, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "seq": 3}, "seq", None, (), 3, marks=pytest.mark.slow),
+        pytest.param({"seq": 6}, "seq", 1.5, (7, 22), 1, marks=pytest.mark.slow),
     ],
 )
-def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, skewed):
-    """In several rounds, with padding; skewed: two experts have all tokens, the others none."""
+def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, popular, chunks):
+    """In several rounds, with padding; two popular experts have all tokens, the others none."""
     monkeypatch.setattr(expert_exchange, "_FEW", 0)
     experts = Experts(24, 2, router_bias=True, capacity_factor=factor)
-    # A chunk's rows all fit in the first round.
-    chunks = 3 if factor is None else 1
     config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True, mlp_chunks=chunks)
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
     mesh = mesh_of(**sizes)
@@ -184,9 +183,9 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, s
     layer.expert_axis, layer.hidden_axis = rules.expert, rules.tensor
     graphdef, state = nnx.split(layer)
     weights = flat_weights(jax.tree.map(lambda x: x / 4, random_like(state, 0)))
-    if skewed:
+    if popular:
         weights["router", "kernel"] *= 0
-        weights["router", "bias"] = jnp.zeros(24).at[jnp.array([7, 22])].set(9.0)
+        weights["router", "bias"] = jnp.zeros(24).at[jnp.array(popular)].set(9.0)
     # Not gathered, unlike a decoder's.
     whole = dataclasses.replace(rules, data=None, fsdp=None, seq=None)
     specs = {path: whole.spec(config.feed_forward.weight_axes[path]) for path in weights}
@@ -222,7 +221,7 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, s
         nnx.to_pure_dict(with_weights(state, weights)),
         x,
     )
-    if skewed:
+    if popular:
         assert sorted(want[1][0]) == [0] * 22 + [59] * 2
     wanted = {path: gradients[path[0]][path[1]] for path in dweights}
     assert_close((found, dweights, dx), (want, wanted, want_dx), 1e-5)

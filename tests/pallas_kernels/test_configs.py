@@ -63,12 +63,12 @@ SPEC = AttentionSpec.of
             "cluster is 2: without a producer warpgroup it must be 1",
         ),
         (
-            lambda: MosaicConfig(64, 128, 2, wide=True, producer_warpgroup=False),
-            "wide is True: it needs a producer warpgroup",
+            lambda: MosaicConfig(64, 64, 2, wide=True, late=True, producer_warpgroup=False),
+            "late is True: it needs wide, block_kv 64 and a producer warpgroup",
         ),
         (
             lambda: MosaicConfig(64, 128, 2, wide=True, late=True),
-            "late is True: it needs wide, and block_kv 64",
+            "late is True: it needs wide, block_kv 64 and a producer warpgroup",
         ),
         (
             lambda: MosaicConfig(128, 64, 2, wide=True),
@@ -150,16 +150,17 @@ def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():
         assert (static.lanes, static.out_lanes) == expected
 
 
-def test_sm90_backward_tiles_of_wide_heads_fit():
-    for dims in sm90.WIDE_HEAD_DIMS:
-        config = sm90.wide_backward_config(*dims)
+def test_sm90_backward_tiles_of_wide_heads_fit(monkeypatch):
+    for equal, dims in itertools.product((False, True), sm90.WIDE_HEAD_DIMS):
+        monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
+        config = sm90.for_this_jax(sm90.wide_backward_config(*dims))
         for in_fixed_point in (False, True):
             memory = BackwardMemory.of(config, dims[0], jnp.bfloat16, dims[1], in_fixed_point)
             assert memory.nbytes <= sm90.SHARED_MEMORY
         # Both are tiled in swizzled memory as their products read them.
         widths = sm90.dq_widths(config, dims[0])
         assert sum(widths) == dims[0] // 2
-        assert all(x % sm90.staging_lanes(config, dims[0]) == 0 for x in widths)
+        assert all(x % sm90.staging_lanes(config, *dims) == 0 for x in widths)
 
 
 @pytest.mark.parametrize(

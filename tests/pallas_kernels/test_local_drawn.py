@@ -96,8 +96,8 @@ def test_drawn_calls_are_exact_and_repeat_bit_for_bit(index):
 @pytest.mark.parametrize("dim", HEAD_DIMS.get(IMPLEMENTATION, ()))
 def test_the_largest_logit_may_change_with_every_tile(dim):
     """By less than the margin that a forward tile's maximum may exceed the last by, and by more."""
-    case = {"mask": "full", "order": "contiguous", "blocks": 1, "heads": (4, 2),
-            "lengths": (640, 640), "head_dim": dim, "dtype": "bfloat16", "numbers": "none"}  # fmt: skip
+    case = {"mask": "full", "order": "contiguous", "blocks": 1, "lengths": (640, 640)}
+    case |= {"heads": (4, 2), "head_dim": dim, "dtype": "bfloat16", "numbers": "none"}
     inputs = local_cases.make_inputs(case, dim, batch=1)
     steps = np.linspace(0, 1, 640)
     inputs.q[..., 0] = (520 * dim**0.5 * (steps - 0.5))[:, None]

@@ -59,6 +59,14 @@ LATENT, WIDE_DETERMINISTIC, LATE = (
         ((96, 2), 64, False, True),
     )
 )
+# The same without a producer warpgroup.
+LATENT_SHARED, WIDE_SHARED = (
+    mosaic_sm90(
+        MosaicConfig(128, keys, 2, producer_warpgroup=False),
+        MosaicConfig(64, backward_keys, 2, wide=True, producer_warpgroup=False),
+    )
+    for keys, backward_keys in ((128, 128), (96, 64))
+)
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (
     mosaic_sm90(MosaicConfig(128, 64, 2), config, deterministic=True)
@@ -88,6 +96,9 @@ CASES = {
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     # dS changes hands while a step's last products run.
     "late": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 128, "bfloat16", "none"),
+    "late_own_keys": a_case("causal", "contiguous", 1, (1, 1), (133, 197), 128, "bfloat16", "none"),
+    # Copies of two heads' queries count from the step before, and start with a rotated tile.
+    "counted": a_case("causal", "contiguous", 1, (2, 1), (256, 264), 32, "bfloat16", "none"),
     "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
     # Heads are padded to (32, 48), and to (32, 64) for the backward kernel.
     "kv_bounds": a_case(
@@ -113,7 +124,7 @@ CASES = {
     ),
 }  # fmt: skip
 # Cases that run without a producer warpgroup only.
-WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled"
+WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled", "late_own_keys", "counted"
 LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
@@ -121,6 +132,8 @@ RUNS = [
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("wide", LATE),
+    ("latent", LATENT_SHARED),
+    ("wide", WIDE_SHARED),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
     *((name, SHARED_LARGE) for name in LARGE_TILES),
@@ -136,6 +149,8 @@ SUFFIXES = {
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
+    LATENT_SHARED: "-without-producer",
+    WIDE_SHARED: "-without-producer",
     SHARED_LARGE: "-large-tiles-without-producer",
     SHARED_DETERMINISTIC: "-deterministic-without-producer",
 }

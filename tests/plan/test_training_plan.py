@@ -279,6 +279,11 @@ def test_flags_of_the_training_script():
     assert (args.seq_len, args.batch, args.mlp_chunks) == (2**17, 2, best.strategy.mlp_chunks)
 
 
+def printed_code(text):
+    """The Python block of a printed plan."""
+    return text.split("recommended:\n")[1].split("\nthe same in a shell:\n")[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -298,14 +303,17 @@ def test_the_printed_code_runs(monkeypatch, changes):
     plan = plan_of(config, 64, moments=None, gpus_per_host=2)
     best = plan.best
     assert best is not None
-    code = str(plan).split("recommended:\n")[1].split("    # DIR")[0]
+    code = printed_code(str(plan))
+    assert (
+        "experts=" not in code or "experts=Experts(count=4, per_token=2, balance_loss=0.01)" in code
+    )
     names: Any = {}
     exec(textwrap.dedent(code), names)
     s = best.strategy
     assert names["config"] == dataclasses.replace(config, remat=s.remat, mlp_chunks=s.mlp_chunks)
     assert held(names["params"]) == best.memory.weights
     offloaded = dataclasses.replace(plan, estimates=(one(plan, moments="host"),))
-    code = offloaded.table(model="/a folder").split("recommended:\n")[1].split("    # DATA")[0]
+    code = printed_code(offloaded.table(model="/a folder"))
     assert 'make_optimizer(\n        learning_rate, steps, moments="host"\n' in code
     assert "config = burst_jax.models.load_config('/a folder', dtype=" in code
     compile(textwrap.dedent(code), "code", "exec")
@@ -394,11 +402,12 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
     for model, message in (
         (tmp_path, r"lacks config.json: pass the folder"),
         (folder, "has model_type 'mamba'"),
-        ("gpt-5", r"model is 'gpt-5': use one of gpt-oss-20b, .* or a folder"),
+        ("gpt-5", r"model is 'gpt-5': use one of gpt-oss-20b, .* or a folder$"),
+        ("qwen3-30b-a3b", r"or a folder\. Did you mean 'qwen-3-30b-a3b'\?"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*arguments, str(model)])
-        assert re.search(message, capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err, re.MULTILINE)
     for ignored, message in (
         (["--model", "llama-3-8b", "--heads", "8"], "--heads is given with --model"),
         (["--moment-dtype", "bfloat16"], "--moment-dtype needs --model"),

@@ -36,7 +36,7 @@ from served_models import (
 from burst_jax import ShardingRules
 from burst_jax.models import Decoder, Lora, YarnRope, abstract_decoder, load
 from burst_jax.serving import Generator
-from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata, TokenPosition
+from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata
 from burst_jax.serving.decode_attention import (
     PartialAttention,
     attend_by_matmuls,
@@ -471,9 +471,8 @@ def test_collectives_of_a_step(split):
         server = Generator(model, max_length=max_length, batch=batch, split_weights=split)
         steps = server._steps
         cache = steps.allocate()
-        position = TokenPosition(*map(np.int32, (3, 0, 3, 4)))
-        tokens, running = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.int32)
-        program = steps.decode.lower(steps.model.leaves, cache, tokens, running, position).compile()
+        tokens, numbers = jnp.zeros(batch, jnp.int32), jnp.array([1, 1, 3, 0, 3, 4], jnp.int32)
+        program = steps.decode.lower(steps.model.leaves, cache, tokens, numbers).compile()
         kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
         found = re.findall(rf"= (.+?) (?:{kinds})(?:-start)?\(", str(program.as_text()))
         sent.append(sorted(found))

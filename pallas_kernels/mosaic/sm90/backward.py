@@ -101,7 +101,7 @@ def backward(
     shipped = wide_backward_config(*dims).block_kv if config.wide else keys
     if config.block_kv != shipped and not config.shares_keys:
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
-    if config.stages == 2 and not config.producer_warpgroup:
+    if config.stages == 2 and not (config.wide or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
     if config.cluster != 1:
         raise ValueError(f"cluster is {config.cluster}: the backward kernel supports 1")
@@ -239,7 +239,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
         if static.config.producer_warpgroup:
             return
         producer = _producer(static, refs, warpgroup, work)
-        for operand, is_early in enumerate((False, static.copies_do_early)):
+        for operand, is_early in enumerate(static.copies_early):
             if is_early == early:
                 producer.advance(operand, step - work.steps_before, masked)
 
@@ -288,12 +288,16 @@ def _producer(
 ) -> Producer:
     """Starts the same copies in the consumer warpgroups: queries in the first, dO in the last.
 
-    While a step's last products run, a consumer has read what the step before needed. The copies of
-    dO start before where :attr:`BackwardStatic.copies_do_early`.
+    A consumer that starts them has read what the step before needed: see
+    :attr:`BackwardStatic.copies_early`.
     """
 
-    def copy(start, at, step, masked):
-        start(static, refs, at, step, _tile_and_head(static, at, step, masked))
+    def copy(start, counts, at, step, masked):
+        following = None
+        if counts and not masked:
+            following = _following_tile_and_head(static, refs, at, step)
+        tile_and_head = following or _tile_and_head(static, at, step, masked)
+        start(static, refs, at, step, tile_and_head)
 
     def copy_following_do(step, masked):
         del masked
@@ -304,9 +308,11 @@ def _producer(
     def copy_once():
         pl.when(warpgroup == 0)(lambda: _copy_keys_and_values(static, refs, work))
 
-    queries = Copies.of(functools.partial(copy, _copy_queries), work, static.stages - 1, 0)
-    last = static.consumers - 1
-    do = Copies.of(functools.partial(copy, _copy_do), work, static.do_stages - 1, last)
+    counts, last = static.counts_queries, static.consumers - 1
+    queries = Copies.of(functools.partial(copy, _copy_queries, counts), work, static.stages - 1, 0)
+    # Of the step before dO's, this consumer must have waited for the queries.
+    counts = counts and static.do_stages == 2
+    do = Copies.of(functools.partial(copy, _copy_do, counts), work, static.do_stages - 1, last)
     if static.do_follows_queries:
         do = do._replace(start=copy_following_do)
     return Producer(work, warpgroup, (queries, do), copy_once)
@@ -395,6 +401,20 @@ def _tile_and_head(
     group = lax.div(step, tiles)
     step = lax.rem(step, tiles) + jnp.where(in_masked, 0, iterator.masked)
     return iterator.tile(step), work.head * groups + group
+
+
+def _following_tile_and_head(
+    static: BackwardStatic, refs: BackwardRefs, work: WorkTile, step: Any
+) -> tuple[Any, Any] | None:
+    """:func:`_tile_and_head` from the step before, by counting; neither step needs a mask.
+
+    The warpgroup must have started the copy of that step's queries, or waited for it. None for a
+    block-sparse mask.
+    """
+    stage = lax.rem(work.steps_before + step - 1, i32(static.stages))
+    tile, head = read_tile_and_head(static, refs.memory.scratch, stage)
+    following = work.iterator.next_full(tile)
+    return following and (following[0], head + following[1])
 
 
 def _divide(x: Any, y: Any) -> Any:

@@ -192,7 +192,7 @@ def weights_and_gradients(
       last: whether these are the step's last scores, which wait for the next step's queries.
     """
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
-    waits_early = consumer.static.do_follows_queries or consumer.static.exchanges_late
+    waits_early = consumer.static.waits_early
     shape = WARPGROUP_ROWS, consumer.static.score_queries
     accumulator = plgpu.ACC(shape, jnp.float32)
     queries = slice(None)

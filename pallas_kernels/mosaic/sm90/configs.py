@@ -66,7 +66,7 @@ class MosaicConfig:
       wide: backward: whether a step is the one for head dims above 128
         (:mod:`pallas_kernels.mosaic.sm90.wide_step`).
       late: backward: whether the products that read P and dS run a step late. For equal head dims
-        up to 192, and ``shares_keys``.
+        up to 192, ``shares_keys``, and a producer warpgroup.
     """
 
     block_q: int
@@ -95,10 +95,8 @@ class MosaicConfig:
             raise ValueError(
                 f"cluster is {self.cluster}: without a producer warpgroup it must be 1"
             )
-        if self.wide and not self.producer_warpgroup:
-            raise ValueError("wide is True: it needs a producer warpgroup")
-        if self.late and not self.shares_keys:
-            raise ValueError("late is True: it needs wide, and block_kv 64")
+        if self.late and not (self.shares_keys and self.producer_warpgroup):
+            raise ValueError("late is True: it needs wide, block_kv 64 and a producer warpgroup")
         if self.wide and self.block_q != WARPGROUP_ROWS:
             raise ValueError(
                 f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
@@ -168,11 +166,12 @@ def moves_registers() -> bool:
 def for_this_jax(config: MosaicConfig) -> MosaicConfig:
     """The config without a producer warpgroup, if the installed JAX moves no registers.
 
-    Nor has it clusters: a consumer that starts copies would wait for those of another CTA.
+    Nor has it clusters: a consumer that starts copies would wait for those of another CTA. Nor are
+    products late: they would free the queries' memory too late for a copy.
     """
     if moves_registers():
         return config
-    return dataclasses.replace(config, producer_warpgroup=False, cluster=1)
+    return dataclasses.replace(config, producer_warpgroup=False, cluster=1, late=False)
 
 
 def forward_config(
@@ -194,10 +193,11 @@ def forward_config(
         return MosaicConfig(192, 128, 3)
     if widest <= 128:
         return MosaicConfig(128, 128, 2)
-    if widest > 192 or not moves_registers():
+    if widest > 192:
         return MosaicConfig(128, 64, 2)
     if value_dim <= 128:
-        return MosaicConfig(128, 128, 2)
+        # Without a producer warpgroup a third stage of values gains more than larger tiles.
+        return MosaicConfig(128, 128 if moves_registers() else 96, 2)
     return MosaicConfig(128, 64 if needs_registers else 96, 2)
 
 
@@ -275,11 +275,11 @@ def backward_is_persistent(
 
     Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
     and none with a soft cap, a bias, dropout or a user function (``needs_registers``); above 128
-    only consumers that share keys have any.
+    only consumers that share keys, and start no copies, have any.
     """
     if config.dq_by_rows and not config.producer_warpgroup:
         return False
-    if config.wide and not config.shares_keys:
+    if config.wide and not (config.shares_keys and config.producer_warpgroup):
         return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
@@ -311,9 +311,10 @@ def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
     return tuple(min(64, half - first) for first in range(0, half, 64))
 
 
-def staging_lanes(config: MosaicConfig, head_dim: int) -> int:
-    """Lanes that leave the backward kernel's staging buffer at a time."""
-    return 32 if config.wide and not config.late else head_dim // 2
+def staging_lanes(config: MosaicConfig, head_dim: int, value_dim: int) -> int:
+    """Lanes that leave the backward kernel's staging buffer at a time: all, if there is room."""
+    no_room = config.wide and not (config.shares_keys and head_dim == value_dim == 192)
+    return 32 if no_room else head_dim // 2
 
 
 def staging_limits(value_dim: int) -> tuple[int, ...]:

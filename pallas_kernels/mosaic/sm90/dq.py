@@ -41,7 +41,7 @@ def shipped_config(
 ) -> MosaicConfig:
     """The config of a call, with the installed JAX."""
     if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
-        return wide_backward_config(inputs.head_dim, inputs.value_dim)
+        return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim))
     blocks = inputs.shared.block_mask
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
     # of them leave none for 128 queries.

@@ -212,9 +212,5 @@ def _next_maximum(
     tile = consumer.tile(step)
     scores = tile.scores(tile.raw(products), masked=masked)
     factor = consumer.static.base_2_factor
-    if consumer.static.config.producer_warpgroup:
-        m_next = row_maximum.raised(m, scores, factor)
-    else:
-        # At head dim 64, consumers that start copies have no registers for that.
-        m_next = jnp.maximum(m, scores.max(axis=1) * factor)
+    m_next = row_maximum.raised(m, scores, factor)
     return scores, m_next, jnp.exp2(m - m_next)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
-
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.elementwise import derivative_is_one
@@ -20,7 +18,6 @@ from pallas_kernels.mosaic.sm90.configs import (
     WIDE_HEAD_DIMS,
     WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
-    moves_registers,
 )
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
@@ -88,12 +85,6 @@ def _backward_unsupported(inputs: AttentionInputs) -> str | None:
     widest = max(inputs.head_dim, inputs.value_dim)
     if reason is not None or widest <= WIDEST_NARROW_HEAD_DIM:
         return reason
-    if not moves_registers():
-        return (
-            f"the head dim is {widest}, and with JAX {jax.__version__} the warpgroups have equal "
-            f"numbers of registers; the backward then supports {WIDEST_NARROW_HEAD_DIM} at most; "
-            "use None, 'mosaic_sm80' or 'xla', or JAX below 0.12"
-        )
     if inputs.head_dim <= WIDEST_NARROW_HEAD_DIM:
         # Padded to keys of 192, they would gain nothing.
         return (

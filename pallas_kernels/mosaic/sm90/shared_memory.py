@@ -230,7 +230,7 @@ class BackwardMemory(NamedTuple):
             ds=_matrix((config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS), dtype, lanes=lanes),
             p=p,
             staging=_matrix(
-                (BACKWARD_WARPGROUPS, block_q, staging_lanes(config, head_dim)),
+                (BACKWARD_WARPGROUPS, block_q, staging_lanes(config, head_dim, value_dim)),
                 jnp.int32 if in_fixed_point else jnp.float32,
             ),
             # Two arrivals each: two copies, or both consumer warpgroups.

@@ -261,21 +261,35 @@ class BackwardStatic(Sm90Static):
         return self.config.do_stages or self.config.stages
 
     @property
-    def copies_do_early(self) -> bool:
-        """Without a producer warpgroup, whether dO is copied while scores are computed.
+    def copies_early(self) -> tuple[bool, bool]:
+        """Of queries and dO: whether consumers start their copies while scores are computed.
 
-        Else its copy starts while a step's last products run.
+        Else the copies start while a step's last products run.
         """
-        return not self.config.producer_warpgroup and self.config.dq_by_rows
+        return self.config.wide, self.config.wide or self.config.dq_by_rows
+
+    @property
+    def counts_queries(self) -> bool:
+        """Whether a consumer that starts copies finds their head and tile by counting.
+
+        With several heads it would take a division. Tiles of 128 queries leave no registers for it.
+        """
+        return self.groups > 1 and not self.config.dq_by_rows
 
     @property
     def do_follows_queries(self) -> bool:
-        """Whether :attr:`copies_do_early` reads in shared memory which queries dO belongs to.
+        """Whether a copy of dO reads in shared memory which queries it belongs to.
 
-        Their copy then must have arrived. To find the tile among several heads takes a division,
-        and registers that a step's first half does not have.
+        With several heads a consumer that starts copies saves a division. The queries must have
+        arrived: with wide heads their copy starts at the same time.
         """
-        return self.copies_do_early and self.groups > 1
+        inline, wide = not self.config.producer_warpgroup, self.config.wide
+        return inline and not wide and self.do_stages == 2 and self.groups > 1
+
+    @property
+    def waits_early(self) -> bool:
+        """Whether a step waits for the next queries while its scores are computed."""
+        return self.exchanges_late or (self.do_follows_queries and self.config.dq_by_rows)
 
     @property
     def exchanges_late(self) -> bool:
@@ -284,12 +298,15 @@ class BackwardStatic(Sm90Static):
         They then wait for the other's previous dS, and for the next queries, while scores are
         computed, and for the staging buffer while the last products run. So nothing that takes
         long to answer delays the exponentials or the products. It gains nothing for head dims up to
-        96. What takes registers leaves none for it. Not measured without a producer warpgroup.
+        96. What takes registers leaves none for it. Consumers that start copies gain by it only
+        with masks, and where each head of keys has one of queries.
         """
         wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
         plain = not self.needs_registers and not self.masks_by_arrays
         gains = head_dim > 96 and not wide
-        return self.config.producer_warpgroup and gains and plain
+        if not self.config.producer_warpgroup:
+            gains = gains and self.needs_mask and self.groups == 1
+        return gains and plain
 
     @property
     def half_dim(self) -> int:
@@ -330,7 +347,7 @@ class BackwardStatic(Sm90Static):
     @property
     def staging_lanes(self) -> int:
         """Lanes of dQ, or of float32 dK and dV, that leave shared memory at a time."""
-        return staging_lanes(self.config, self.head_dim)
+        return staging_lanes(self.config, self.head_dim, self.value_dim)
 
     @property
     def dkv_dims(self) -> tuple[int, int]:

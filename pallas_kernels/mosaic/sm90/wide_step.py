@@ -11,6 +11,9 @@ computed some lanes at a time. Two forms, by the tiles:
   memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
   At (192, 192) there is memory for two buffers of P and dS, and all of a step's products that read
   them run in the next step, under its exponentials. A work tile's first step multiplies zeros.
+
+Without a producer warpgroup a step starts the copies of the next one under its first products: the
+step before has read the memory.
 """
 
 from __future__ import annotations
@@ -47,13 +50,20 @@ def step(
     state: State,
 ) -> State:
     """See :func:`pallas_kernels.mosaic.sm90.backward_step.step`."""
-    del copy_ahead  # There is a producer warpgroup.
     config = consumer.static.config
+    if config.late:
+        return _late_step(consumer, masked, step, state)
     form = _step_with_shared_keys if config.shares_keys else _step_with_own_keys
-    return (_late_step if config.late else form)(consumer, masked, step, state)
+    state = form(consumer, masked, functools.partial(copy_ahead, step, True), step, state)
+    if not config.producer_warpgroup:
+        # Their copy was started in this step, which would have waited too early.
+        wait_for_queries(consumer, step + 1)
+    return state
 
 
-def _step_with_own_keys(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+def _step_with_own_keys(
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[], None], step: Any, state: State
+) -> State:
     refs, data = consumer.refs, StepData.of(consumer, step)
     memory, barriers = refs.memory, refs.barriers
     block_q = consumer.static.config.block_q
@@ -61,8 +71,10 @@ def _step_with_own_keys(consumer: Consumer, masked: bool, step: Any, state: Stat
         end = query + WIDE_SCORE_QUERIES
         part = data._replace(at=data.at._replace(query=query))
         p, ds = weights_and_gradients(
-            consumer, masked, step, part, lambda: None, first=query == 0, last=end == block_q
-        )
+            consumer, masked, step, part, copy_ahead if query == 0 else lambda: None,
+            first=query == 0,
+            last=end == block_q and consumer.static.config.producer_warpgroup,
+        )  # fmt: skip
         p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
         state = state._replace(dk=dk, dv=dv)
         if query == 0:
@@ -105,16 +117,23 @@ def _wait_for_ds_buffer(consumer: Consumer, step: Any, state: State) -> None:
         pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
 
-def _step_with_shared_keys(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
+def _step_with_shared_keys(
+    consumer: Consumer, masked: bool, copy_ahead: Callable[[], None], step: Any, state: State
+) -> State:
     data = StepData.of(consumer, step)
     data = data._replace(at=data.at._replace(query=data.at.warpgroup * WIDE_SCORE_QUERIES))
     dq = _Dq.of(consumer, state, data.ds)
     last = len(dq.widths) - 1
 
     def with_dq(first_acc):
+        def also():
+            dq.issue(0, first_acc)
+            copy_ahead()
+
         p, ds = weights_and_gradients(
-            consumer, masked, step, data, lambda: dq.issue(0, first_acc), running=1
-        )
+            consumer, masked, step, data, also, running=1,
+            last=consumer.static.config.producer_warpgroup,
+        )  # fmt: skip
         p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
         at_step = state._replace(dk=dk, dv=dv)
         if not last:
