@@ -481,6 +481,8 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
     with (
         mock.patch.object(_Impatient, "patience", patience),
         mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
+        mock.patch.object(instructions, "store_left_operand", interpreted_rows.store_left_operand),
+        mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),

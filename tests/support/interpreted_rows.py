@@ -1,6 +1,6 @@
-"""What functions of ``row_halves``, ``row_intervals`` and ``row_maximum`` compute.
+"""What functions of ``row_halves``, ``row_intervals``, ``row_maximum``, ``instructions`` compute.
 
-A warpgroup is one thread.
+A warpgroup is one thread here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import functools
 
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic.fragments import constant
+from pallas_kernels.mosaic.sm90.instructions import TILE
 from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
 from pallas_kernels.softmax import MARGIN
 
@@ -28,6 +30,16 @@ def _raised(m, scores, factor, inverse):
 def _between(scores, start, end):
     column = jnp.arange(scores.shape[1], dtype=jnp.int32)
     return jnp.where((column >= start[:, None]) & (column < end[:, None]), scores, -jnp.inf)
+
+
+def store_left_operand(target, x):
+    """A store, whose order of registers does not show here."""
+    target[...] = x
+
+
+def fresh_zeros(shape):
+    """Zeros, of any instruction."""
+    return constant(shape, 0, TILE)
 
 
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     proxy_fence,
 )
+from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     add_dq,
     add_per_head_sums,
@@ -154,7 +155,11 @@ def step(
         pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     for part in range(ds.shape[1] // WARPGROUP_ROWS):
         queries = slice(part * WARPGROUP_ROWS, (part + 1) * WARPGROUP_ROWS)
-        refs.memory.ds[data.ds, part, data.keys] = ds[:, queries]
+        target, x = refs.memory.ds.at[data.ds, part, data.keys], ds[:, queries]
+        if static.stores_left_operands:
+            instructions.store_left_operand(target, x)
+        else:
+            target[...] = x
     if not static.exchanges_late:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.barriers.ds_arrived)
@@ -204,12 +209,13 @@ def weights_and_gradients(
             return pl.run_scoped(functools.partial(with_derivative, weights), accumulator)
         if first:
             plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
-        # This accumulator is allocated after the wait: then ptxas, at least in a first loop, lets
-        # the product start from zero, and writes no zeros to 32 registers.
+        # This accumulator is allocated after the wait: see :func:`instructions.fresh_zeros`.
         return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
 
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage, queries].transpose((1, 0))
+        if consumer.static.starts_dp_from_zero:
+            dp_ref[...] = instructions.fresh_zeros(shape)
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         if last and waits_early:
             wait_for_queries(consumer, step + 1)

@@ -1,7 +1,8 @@
-"""Register layouts of wgmma, warp specialization, and dQ in register order."""
+"""Register layouts of wgmma, warp specialization, dQ in register order, stores of dS."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import WGMMA_LAYOUT, FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
@@ -60,6 +62,61 @@ def specialize_warpgroups(
     def _():
         plgpu.set_max_registers(consumer_registers, action="increase")
         consume(warpgroup)
+
+
+def fresh_zeros(shape: tuple[int, ...]) -> jax.Array:
+    """float32 zeros in the layout :data:`TILE`, for an accumulator.
+
+    Their instruction stays where it is. Without branches between it and a product, ptxas lets the
+    product start from zero. LLVM moves a constant to the beginning of a loop, and copies it to
+    every register of an accumulator.
+    """
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), TILE)
+    return plgpu.inline_mgpu(return_type=result)(functools.partial(_fresh_zeros, shape))()
+
+
+def _fresh_zeros(shape, _):
+    zero: Any = llvm.inline_asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f", has_side_effects=True)
+    return FragmentedArray.splat(zero, shape, WGMMA_LAYOUT)
+
+
+def store_left_operand(target: Any, x: jax.Array) -> None:
+    """Stores a tile that is also a product's left operand in registers.
+
+    Each instruction stores four registers in a row, those of 16 columns. Mosaic's own store takes
+    those of 32 columns of every other row, so it copies them to other registers.
+
+    Args:
+      target: shared memory ``[64, 64]``, swizzled by 128 bytes.
+      x: bfloat16 or float16, of the same shape, in the layout :data:`TILE`.
+    """
+    transforms = plgpu.RefType(matrix_transforms(64, 2))
+    plgpu.inline_mgpu(arg_types=(transforms, TILE))(_store_left_operand)(target, x)
+
+
+def _store_left_operand(_, target, x):
+    i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+    thread = arith.remui(utils.thread_idx(), utils.c(_WARP_THREADS, i32))
+    warp = arith.remui(utils.warp_idx(sync=False), utils.c(_WARPS, i32))
+    # A thread gives the address of 16 bytes, 8 columns of a row: first of 16 rows, then of the same
+    # rows in the next 8 columns.
+    row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.andi(thread, utils.c(15, i32)))
+    columns = arith.shrui(thread, utils.c(4, i32))
+    swizzled = arith.xori(columns, arith.andi(thread, utils.c(7, i32)))
+    first = arith.addi(arith.muli(row, utils.c(128, i32)), arith.muli(swizzled, utils.c(16, i32)))
+    one = ir.VectorType.get((1,), i32)
+    # [groups of 16 columns, 4]: registers of two columns.
+    for index, piece in enumerate(x.registers.reshape(-1, 4)):
+        numbers = [
+            vector.extract(vector.bitcast(one, x), dynamic_position=[], static_position=[0])
+            for x in piece
+        ]
+        place = arith.xori(first, utils.c(32 * index, i32))
+        address = utils.getelementptr(utils.memref_ptr(target), [place], byte)
+        utils.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+            llvm.ptrtoint(i32, address), *numbers, has_side_effects=True,
+        )  # fmt: skip
 
 
 def add_in_register_order(target: Any, staging: Any, x: jax.Array, tile: Any) -> None:

@@ -297,20 +297,40 @@ class BackwardStatic(Sm90Static):
 
         They then wait for the other's previous dS, and for the next queries, while scores are
         computed, and for the staging buffer while the last products run. So nothing that takes
-        long to answer delays the exponentials or the products. It gains with masks: without one it
-        is slower, and no faster for head dims up to 96. What takes registers leaves none for it.
-        Consumers that start copies gain by it only where each head of keys has one of queries.
+        long to answer delays the exponentials or the products. It gains nothing for head dims up to
+        96. What takes registers leaves none for it. Consumers that start copies gain by it only
+        with masks, and where each head of keys has one of queries.
         """
         wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
         plain = not self.needs_registers and not self.masks_by_arrays
-        gains = self.needs_mask and head_dim > 96 and not wide
-        gains = gains and (self.config.producer_warpgroup or self.groups == 1)
+        gains = head_dim > 96 and not wide
+        if not self.config.producer_warpgroup:
+            gains = gains and self.needs_mask and self.groups == 1
         return gains and plain
 
     @property
     def half_dim(self) -> int:
         """Half the lanes of dQ."""
         return self.head_dim // 2
+
+    @property
+    def starts_dp_from_zero(self) -> bool:
+        """Whether dP's accumulator gets :func:`instructions.fresh_zeros`.
+
+        Not measured for wide heads, nor without a producer warpgroup.
+        """
+        return self.config.producer_warpgroup and not self.config.wide
+
+    @property
+    def stores_left_operands(self) -> bool:
+        """Whether dS is stored by :func:`instructions.store_left_operand`.
+
+        Its addresses take registers that fixed point and masks by arrays need. Not measured without
+        a producer warpgroup.
+        """
+        _, swizzle = self.memory.ds.transforms
+        plain = not self.deterministic and not self.masks_by_arrays
+        return self.config.producer_warpgroup and plain and swizzle.swizzle == 128
 
     @property
     def dq_part(self) -> tuple[int, int]:
