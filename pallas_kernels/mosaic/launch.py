@@ -62,7 +62,7 @@ def launch[Results](
       results: pytree to write: a ``ShapeDtypeStruct`` allocates a new array, an array is updated in
         place.
       memory: pytree of shared-memory and barrier descriptions.
-      counter: int32 ``[1]``, a zero that the kernel updates; None without one.
+      counter: int32 array that the kernel updates; None without one.
 
     Returns:
       The results.

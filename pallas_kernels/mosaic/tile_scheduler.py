@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -39,6 +40,8 @@ SLOTS = 2
 # would save more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
 _L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
 _MAX_TAIL = 0.02
+# Groups are so many times larger where work tiles read that much less.
+_LOCAL = 4
 
 
 class TileCoordinates(NamedTuple):
@@ -74,6 +77,9 @@ class WorkTiles:
         swizzle group is one head.
       persistent: False if a kernel lacks registers for a loop over work tiles: then one CTA each.
       cluster: CTAs per cluster.
+      may_be_local: whether work tiles may turn out to read a small part of the other side, because
+        of packed documents. What the tiles of a head share is then less than ``shared_bytes``, and
+        a kernel may choose larger groups when it starts (:meth:`counter`).
     """
 
     batch: int
@@ -84,6 +90,7 @@ class WorkTiles:
     equal: bool = False
     persistent: bool = True
     cluster: int = 1
+    may_be_local: bool = False
 
     @property
     def count(self) -> int:
@@ -113,9 +120,39 @@ class WorkTiles:
         return few if few == many or steps(few) <= (1 + _MAX_TAIL) * steps(many) else many
 
     @property
+    def large_group_heads(self) -> int:
+        """Heads per group where every work tile reads at most 1 / _LOCAL of the other side."""
+        few, heads = self.group_heads, self.batch * self.heads
+        if not self.may_be_local or self.cluster > 1:
+            return few
+        return max(n for n in range(few, _LOCAL * few + 1, few) if heads % n == 0)
+
+    @property
+    def chooses_groups(self) -> bool:
+        """Whether a kernel chooses, when it starts, between groups and large groups."""
+        return not self.one_per_cta and self.large_group_heads > self.group_heads
+
+    @property
     def one_per_cta(self) -> bool:
         """Whether no CTA has a second work tile."""
         return self.ctas == self.count
+
+    def counter(self, ranges: jax.Array, other_tiles: int) -> jax.Array | None:
+        """What :class:`TileScheduler` counts with; None if no CTA has a second work tile.
+
+        Args:
+          ranges: tile bounds ``[R, tiles, 4]`` or more columns.
+          other_tiles: number of tiles of the other side.
+
+        Returns:
+          int32 ``[2]``: 0, the number of fetched indices, and whether groups are large.
+        """
+        if self.one_per_cta:
+            return None
+        if not self.chooses_groups:
+            return jnp.zeros((2,), jnp.int32)
+        most = (ranges[..., 3] - ranges[..., 0]).max()
+        return jnp.stack([jnp.int32(0), (most * _LOCAL <= other_tiles).astype(jnp.int32)])
 
     def coordinates(self, index: Any) -> TileCoordinates:
         """The coordinates of the work tile at ``index`` in this order."""
@@ -129,6 +166,17 @@ class WorkTiles:
             return TileCoordinates(i32(0), head, tile)
         heads = i32(self.heads)
         return TileCoordinates(lax.div(head, heads), lax.rem(head, heads), tile)
+
+    def in_large_groups(self, index: Any) -> Any:
+        """The index in this order of the work tile at ``index`` in the order of large groups.
+
+        Indices past the last work tile stay past it.
+        """
+        few, many = self.group_heads, self.large_group_heads
+        group, rest = (op(index, i32(many * self.tiles)) for op in (lax.div, lax.rem))
+        place, head = lax.div(rest, i32(many)), lax.rem(rest, i32(many))
+        group = group * (many // few) + lax.div(head, i32(few))
+        return (group * self.tiles + place) * few + lax.rem(head, i32(few))
 
 
 @functools.lru_cache
@@ -182,11 +230,12 @@ class TileScheduler(NamedTuple):
     ``free`` for all warpgroups, because the other producers read the slots as well.
 
     Attributes:
-      counter: int32 ``[1]`` in global memory, the number of indices fetched by all CTAs.
+      counter: result of :meth:`WorkTiles.counter` in global memory.
       fetched: barriers, one per slot: the slot holds an index.
       free: barriers, one per slot: all warpgroups have read the slot.
-      slots: float32 array in shared memory that holds the slots. float32 is exact up to 2^24, more
-        work tiles than fit a GPU's memory.
+      slots: float32 array in shared memory that holds the slots: the number of indices that were
+        fetched before, or with large groups -1 minus that. float32 is exact up to 2^24, more work
+        tiles than fit a GPU's memory.
       first: index of the first slot in ``slots``.
       arrivals: arrivals that each of ``fetched`` waits for.
       cluster: CTAs per cluster.
@@ -224,8 +273,12 @@ class TileScheduler(NamedTuple):
         plgpu.barrier_wait(self.fetched.at[slot])
 
     def read(self, slot: Any) -> Any:
-        """The index in a slot, after :meth:`wait`."""
+        """What is in a slot, after :meth:`wait`."""
         return self.slots[self.first + slot].astype(jnp.int32)
+
+    def has_large_groups(self) -> Any:
+        """Whether groups are large."""
+        return self.counter[1] != 0
 
     def drain(self) -> None:
         """Waits until every CTA of the cluster has read the last indices.
@@ -309,7 +362,11 @@ def for_each_work_tile(
         return WorkTile(batch, head, tile, iterator, *position, fetch_next, start_next)
 
     def next_index_and_slot(slot, fetched):
-        return (work_tiles.ctas + fetched) * SLOTS + lax.rem(slot + 1, i32(SLOTS))
+        index = work_tiles.ctas + fetched
+        if work_tiles.chooses_groups:
+            in_large = work_tiles.in_large_groups(work_tiles.ctas - 1 - fetched)
+            index = jnp.where(fetched < 0, in_large, index)
+        return index * SLOTS + lax.rem(slot + 1, i32(SLOTS))
 
     def start(index_and_slot, steps_before):
         assert inline is not None
@@ -339,7 +396,11 @@ def for_each_work_tile(
         return next_index_and_slot(slot, fetched), steps_before + work.steps
 
     end = work_tiles.count * SLOTS
-    first = lax.axis_index(CTA_AXIS) * SLOTS, i32(0)
+    index = lax.axis_index(CTA_AXIS)
+    if work_tiles.chooses_groups:
+        in_large = work_tiles.in_large_groups(index)
+        index = jnp.where(scheduler.has_large_groups(), in_large, index)
+    first = index * SLOTS, i32(0)
     if inline is not None:
         start(*first)
     if work_tiles.one_per_cta:
@@ -369,19 +430,22 @@ def _of_own_cta(work_tiles: WorkTiles, coordinates: TileCoordinates) -> TileCoor
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
 def _fetch(_, counter, slot):
-    """``slot[0] = counter[0]++``, by one thread."""
+    """``slot[0] = counter[0]++``, or -1 minus that if ``counter[1]``, by one thread."""
     # A thread of the warpgroup's second warp: the first warp starts the copies, which would wait
     # for the counter.
     utils.inline_ptx(
         """{
-        .reg .pred elected;
-        .reg .b32 thread, fetched;
+        .reg .pred elected, large;
+        .reg .b32 thread, fetched, flag;
         .reg .f32 index;
         mov.u32 thread, %tid.x;
         and.b32 thread, thread, 127;
         setp.eq.u32 elected, thread, 32;
+        @elected ld.global.u32 flag, [$0 + 4];
         @elected atom.relaxed.gpu.global.add.u32 fetched, [$0], 1;
-        @elected cvt.rn.f32.u32 index, fetched;
+        setp.ne.and.u32 large, flag, 0, elected;
+        @large not.b32 fetched, fetched;
+        @elected cvt.rn.f32.s32 index, fetched;
         @elected st.shared.f32 [$1], index;
         }""",
         utils.memref_ptr(counter),

@@ -20,10 +20,11 @@ MIB = 2**20
 ZERO = jnp.int32(0)
 
 
-def order(work_tiles):
+def order(work_tiles, large=False):
     """``(batch, head, tile)`` of every work tile in order, ``[count, 3]``."""
     at = jax.vmap(lambda index: jnp.stack([jnp.int32(x) for x in work_tiles.coordinates(index)]))
-    return np.asarray(at(jnp.arange(work_tiles.count, dtype=jnp.int32)))
+    index = jnp.arange(work_tiles.count, dtype=jnp.int32)
+    return np.asarray(at(work_tiles.in_large_groups(index) if large else index))
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -50,6 +51,23 @@ def test_the_longest_tiles_of_an_l2_group_come_first():
     equal = WorkTiles(1, 8, 4, last_first=True, shared_bytes=1, equal=True)
     assert equal.group_heads == 1
     np.testing.assert_array_equal(order(equal)[:, 1], np.repeat(range(8), 4))
+
+
+def test_l2_groups_of_local_work_tiles_are_larger():
+    """The order is that of a kernel whose tiles share so much less. Not with clusters."""
+    for batch, heads, larger in ((1, 32, 8), (2, 8, 8)):
+        options: Any = {"tiles": 80, "last_first": True}
+        work_tiles = WorkTiles(batch, heads, shared_bytes=12 * MIB, may_be_local=True, **options)
+        assert (work_tiles.large_group_heads, work_tiles.chooses_groups) == (larger, True)
+        whole = WorkTiles(batch, heads, shared_bytes=3 * MIB, **options)
+        assert whole.group_heads == larger
+        np.testing.assert_array_equal(order(work_tiles, large=True), order(whole))
+        assert work_tiles.in_large_groups(jnp.int32(work_tiles.count)) >= work_tiles.count
+    assert not WorkTiles(1, 32, 9, True, 12 * MIB, cluster=2, may_be_local=True).chooses_groups
+    for widest, large in ((2, 1), (3, 0)):
+        ranges = jnp.asarray([[[1, 1, 2, 2], [4, 4, 4, 4 + widest]]], jnp.int32)
+        chosen = WorkTiles(1, 32, 9, True, 12 * MIB, may_be_local=True).counter(ranges, 8)
+        np.testing.assert_array_equal(chosen, [0, large])
 
 
 def test_an_l2_group_is_larger_only_where_the_last_one_would_end_late():
@@ -133,8 +151,9 @@ def test_an_iterator_reads_the_bounds_of_its_own_sequence():
 class Fetched:
     """In a TileScheduler's place: the indices that one CTA fetches, in order."""
 
-    def __init__(self, indices):
+    def __init__(self, indices, large):
         self.indices, self.fetches, self.reads = indices, 0, 0
+        self.large = large
         self.released = self.drained = 0
 
     def release_slots(self, is_producer):
@@ -153,7 +172,11 @@ class Fetched:
 
     def read(self, slot):
         assert int(slot) == self.reads % tile_scheduler.SLOTS
-        return jnp.int32(self.indices[self.reads])
+        fetched = jnp.int32(self.indices[self.reads])
+        return -1 - fetched if self.large else fetched
+
+    def has_large_groups(self):
+        return self.large
 
     def release(self, slot, is_producer):
         assert int(slot) == self.reads % tile_scheduler.SLOTS
@@ -190,7 +213,7 @@ def run_ctas(monkeypatch):
         for cta in range(work_tiles.ctas):
             axes = {"cta": cta, "cluster": rank}
             monkeypatch.setattr(jax.lax, "axis_index", lambda name, a=axes: jnp.int32(a[name]))
-            fetched, steps_before = Fetched(indices[cta]), 0
+            fetched, steps_before = Fetched(indices[cta], work_tiles.chooses_groups), 0
             scheduler: Any = fetched
 
             def record(into, work, cta=cta):
@@ -257,8 +280,9 @@ def test_ctas_of_a_cluster_take_neighboring_tiles(run_ctas, tiles):
         ((2, 3, 4), {"last_first": True}),
         ((1, 2, 1), {"last_first": True}),  # one work tile per CTA: no loop
         ((2, 2, 3), {"last_first": True, "persistent": False}),
+        ((2, 6, 4), {"last_first": True, "may_be_local": True}),
     ],
-    ids=["groups", "one-each", "not-persistent"],
+    ids=["groups", "one-each", "not-persistent", "large-groups"],
 )
 def test_ctas_visit_every_work_tile_once(run_ctas, shape, options, skip_empty):
     batch, heads, tiles = shape

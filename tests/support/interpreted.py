@@ -311,14 +311,15 @@ def _fetch_index(*, token, thread, counter, slot, source_info):
     if thread.block_id:
         return token  # The first CTA of a cluster fetches for all.
     with memory.atomic:
-        index = counter.read(thread)
-        counter.write(thread, index + 1)
+        index, has_large_groups = counter.read(thread)
+        counter.write(thread, np.array([index + 1, has_large_groups], np.int32))
+        fetched = np.float32([-1 - index if has_large_groups else index])
     for cta in range(memory.num_blocks_per_cluster):
         theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=cta))
         if memory.detect_races:
             clock = memory.incr_clock(thread).generic_clock
             gpu_callbacks.get_races().check_write(thread, clock, *theirs, source_info=source_info)
-        theirs.write(thread, index.astype(np.float32))
+        theirs.write(thread, fetched)
     return token
 
 

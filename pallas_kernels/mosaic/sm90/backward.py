@@ -130,9 +130,9 @@ def backward(
         dk, dv = dkv
     else:
         dk, dv = (jax.ShapeDtypeStruct(x.shape, static.written_dkv_dtype) for x in (k, v))
-    work_tiles, counter = static.work_tiles, None
-    if not work_tiles.one_per_cta:
-        counter = depending_on(jnp.zeros((1,), jnp.int32), q)
+    work_tiles = static.work_tiles
+    counter = work_tiles.counter(bounds, static.q_tiles)
+    counter = None if counter is None else depending_on(counter, q)
     scores = ScoreInputs.of(inputs, spec, config.tiles)
     results = launch(
         functools.partial(_kernel, static), "burst_backward", grid={CTA_AXIS: work_tiles.ctas},

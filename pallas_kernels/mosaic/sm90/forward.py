@@ -106,9 +106,8 @@ def forward(
             results = given
         else:
             arrays = arrays._replace(carry=given)
-    counter = None
-    if not work_tiles.one_per_cta:
-        counter = depending_on(jnp.zeros((1,), jnp.int32), q)
+    counter = work_tiles.counter(tile_ranges(bounds), static.kv_tiles)
+    counter = None if counter is None else depending_on(counter, q)
     o, lse = launch(
         functools.partial(_kernel, static), "burst_forward", grid={CTA_AXIS: work_tiles.ctas},
         warpgroups=static.warpgroups, cluster=work_tiles.cluster, inputs=arrays,

@@ -184,6 +184,7 @@ class ForwardStatic(Sm90Static):
             equal=not self.needs_mask,
             persistent=forward_is_persistent(self.config, self.masks_by_arrays),
             cluster=self.config.cluster,
+            may_be_local=self.has_segments and not self.has_block_mask,
         )
 
     @property
@@ -404,6 +405,7 @@ class BackwardStatic(Sm90Static):
                 self.masks_by_arrays,
                 self.needs_registers,
             ),
+            may_be_local=self.has_segments and not self.has_block_mask,
         )
 
     @property
