@@ -98,7 +98,7 @@ STACK = {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,
     },
-    ("backward", 192): {"no_carried+rounded+128": 96, "numbers+segments+128": 208},
+    ("backward", 192): {"no_carried+rounded+128": 8, "numbers+segments+128": 136},
     ("backward", 256): {"causal": 64, "full": 72},
 }  # fmt: skip
 

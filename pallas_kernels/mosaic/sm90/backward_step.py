@@ -176,7 +176,6 @@ def weights_and_gradients(
     also: Callable[[], None],
     *,
     running: int = 0,
-    first: bool = True,
     last: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, ``[64, score_queries]``, in the inputs' dtype; P after dropout.
@@ -188,8 +187,7 @@ def weights_and_gradients(
       data: of the step; ``data.at.query`` selects the queries.
       also: called when the products of the scores and of dP have been issued.
       running: number of products that ``also`` issues.
-      first: whether these are the step's first scores, which wait for its dO.
-      last: whether these are the step's last scores, which wait for the next step's queries.
+      last: whether to wait for the next step's queries.
     """
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
     waits_early = consumer.static.waits_early
@@ -207,8 +205,7 @@ def weights_and_gradients(
             # have become one.
             weights = _weights_with_derivative(consumer, masked, data, scores_ref)
             return pl.run_scoped(functools.partial(with_derivative, weights), accumulator)
-        if first:
-            plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
         # This accumulator is allocated after the wait: see :func:`instructions.fresh_zeros`.
         return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
 
@@ -220,12 +217,13 @@ def weights_and_gradients(
         if last and waits_early:
             wait_for_queries(consumer, step + 1)
         also()
-        p, lse, _ = _weights(consumer, masked, data, scores_ref, wait_n=1 + running)
+        products = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=1 + running)
+        p, lse, _ = weights(consumer, masked, data, products)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
         dp, p = optimization_barrier(dp, p)
         if last and not waits_early:
             wait_for_queries(consumer, step + 1)
-        return _gradients(consumer, data, p, dp, lse)
+        return gradients(consumer, data, p, dp, lse)
 
     def with_derivative(weights, dp_ref):
         plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
@@ -239,20 +237,19 @@ def weights_and_gradients(
     return pl.run_scoped(with_scores, accumulator)
 
 
-def _weights(
-    consumer: Consumer, masked: bool, data: StepData, scores_ref: Any, wait_n: int
+def weights(
+    consumer: Consumer, masked: bool, data: StepData, load_products: Callable[[], jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """``(P, lse, derivative)``, float32 ``[64, score_queries]``; derivative: :func:`tile_scores`.
 
-    ``wait_n`` products that were issued later may still be running.
+    ``load_products()`` waits for the products of keys and queries.
     """
     static = consumer.static
     affine = None
     if static.bias_is_affine and not masked:
         # Loaded while the products run.
         affine = AffineBias.of(consumer, data.at)
-    products = plgpu.wgmma_accumulator_load(scores_ref, wait_n=wait_n)
-    scores, derivative = tile_scores(consumer, data.at, products)
+    scores, derivative = tile_scores(consumer, data.at, load_products())
     # lse is loaded before the masks are tested: loaded after them, programs with segment ids spill.
     place = data.stage, data.at.query, static.score_queries
     offset = ScratchLayout.of(static.config).lse(*place)
@@ -275,7 +272,8 @@ def _weights_with_derivative(
       dtype, if gradients of per-head parameters are computed from it.
     """
     static = consumer.static
-    p, _, derivative = _weights(consumer, masked, data, scores_ref, wait_n=0)
+    load = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=0)
+    p, _, derivative = weights(consumer, masked, data, load)
     assert derivative is not None
     factors = consumer.tile(data.at).dropout_factors()
     used = (p if factors is None else p * factors).astype(static.dtype)
@@ -286,7 +284,7 @@ def _weights_with_derivative(
     return tuple(optimization_barrier(*results))
 
 
-def _gradients(
+def gradients(
     consumer: Consumer, data: StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
@@ -313,7 +311,7 @@ def _delta(consumer: Consumer, data: StepData) -> jax.Array:
 def _gradients_with_derivative(
     consumer: Consumer, data: StepData, weights: tuple[jax.Array, ...], dp: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)`` as :func:`_gradients`, from :func:`_weights_with_derivative`."""
+    """``(P, dS)`` as :func:`gradients`, from :func:`_weights_with_derivative`."""
     used, with_derivative, *rounded = weights
     factors = consumer.tile(data.at).dropout_factors()
     dp = dp if factors is None else dp * factors

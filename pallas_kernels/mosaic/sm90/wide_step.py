@@ -4,8 +4,9 @@ dK and dV of 64 keys fill the registers there. So a tile of scores has 32 querie
 computed some lanes at a time. Two forms, by the tiles:
 
 - 128 keys, for (192, 128): a consumer accumulates dK and dV of 64 keys, as in
-  :mod:`pallas_kernels.mosaic.sm90.backward_step`, and computes the scores of a tile's 64 queries in
-  two halves. dS is dK's left operand in shared memory, where dQ reads it, too.
+  :mod:`pallas_kernels.mosaic.sm90.backward_step`. It multiplies them with all 64 queries of a tile,
+  and computes the rest of the scores in two halves. dS is dK's left operand in shared memory, where
+  dQ reads it, too.
 - 64 keys, up to (256, 256): both consumers work on the same keys. Each computes the scores of half
   of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in shared
   memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
@@ -34,7 +35,9 @@ from pallas_kernels.mosaic.sm90.backward_step import (
     State,
     StepData,
     arrive_ds_free,
+    gradients,
     wait_for_queries,
+    weights,
     weights_and_gradients,
 )
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, WIDE_SCORE_QUERIES
@@ -66,21 +69,17 @@ def _step_with_own_keys(
 ) -> State:
     refs, data = consumer.refs, StepData.of(consumer, step)
     memory, barriers = refs.memory, refs.barriers
-    block_q = consumer.static.config.block_q
-    for query in range(0, block_q, WIDE_SCORE_QUERIES):
-        end = query + WIDE_SCORE_QUERIES
-        part = data._replace(at=data.at._replace(query=query))
-        p, ds = weights_and_gradients(
-            consumer, masked, step, part, copy_ahead if query == 0 else lambda: None,
-            first=query == 0,
-            last=end == block_q and consumer.static.config.producer_warpgroup,
-        )  # fmt: skip
-        p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
-        state = state._replace(dk=dk, dv=dv)
-        if query == 0:
+
+    def write(first: int, p: jax.Array, ds: jax.Array) -> None:
+        if not first:
             _wait_for_ds_buffer(consumer, step, state)
-        memory.ds[data.ds, 0, data.keys, query:end] = ds
-        memory.p[0, data.keys, query:end] = p
+        queries = slice(first, first + WIDE_SCORE_QUERIES)
+        memory.ds[data.ds, 0, data.keys, queries] = ds
+        memory.p[0, data.keys, queries] = p
+
+    _weights_and_gradients_by_halves(consumer, masked, copy_ahead, step, data, write)
+    dk, dv = optimization_barrier(state.dk, state.dv)
+    state = state._replace(dk=dk, dv=dv)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.ds_arrived)
     dq = _Dq.of(consumer, state, data.earlier_ds)
@@ -106,6 +105,48 @@ def _step_with_own_keys(
         return _finish(consumer, data, dk_acc, dv_acc)
 
     return pl.run_scoped(products, *_dkv_accumulators(consumer))
+
+
+def _weights_and_gradients_by_halves(
+    consumer: Consumer, masked: bool, also: Callable[[], None], step: Any, data: StepData,
+    write: Callable[[int, jax.Array, jax.Array], None],
+) -> None:  # fmt: skip
+    """Calls ``write(first query, P, dS)`` for half of a tile's queries, then for the others.
+
+    The products of keys and queries are computed for all of them at once. So keys, their left
+    operand, are read from shared memory once. The registers of P, dP and dS are those of a half.
+    ``also`` is called when the first products have been issued.
+    """
+    memory, barriers = consumer.refs.memory, consumer.refs.barriers
+
+    def half(first, load_products, dp_ref):
+        do = memory.do.at[data.do_stage, pl.ds(first, WIDE_SCORE_QUERIES)].transpose((1, 0))
+        plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
+        if not first:
+            also()
+        products = load_products()
+        part = data._replace(at=data.at._replace(query=first))
+        of_half = products[:, first : first + WIDE_SCORE_QUERIES]
+        p, lse, _ = weights(consumer, masked, part, lambda: of_half)
+        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+        dp, p = optimization_barrier(dp, p)
+        if first and consumer.static.config.producer_warpgroup:
+            wait_for_queries(consumer, step + 1)
+        write(first, *optimization_barrier(*gradients(consumer, part, p, dp, lse)))
+        return products
+
+    def with_scores(scores_ref):
+        q = memory.q.at[data.stage].transpose((1, 0))
+        plgpu.wgmma(scores_ref, memory.k.at[data.keys], q)
+        plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+        load = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=1)
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, WIDE_SCORE_QUERIES), jnp.float32)
+        products = pl.run_scoped(functools.partial(half, 0, load), accumulator)
+        second = functools.partial(half, WIDE_SCORE_QUERIES, lambda: products)
+        pl.run_scoped(second, accumulator)
+
+    shape = WARPGROUP_ROWS, consumer.static.config.block_q
+    pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32))
 
 
 def _wait_for_ds_buffer(consumer: Consumer, step: Any, state: State) -> None:
