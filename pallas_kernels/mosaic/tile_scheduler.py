@@ -239,6 +239,7 @@ class TileScheduler(NamedTuple):
       first: index of the first slot in ``slots``.
       arrivals: arrivals that each of ``fetched`` waits for.
       cluster: CTAs per cluster.
+      chooses_groups: whether groups may be large.
     """
 
     counter: Any
@@ -248,6 +249,7 @@ class TileScheduler(NamedTuple):
     first: int = 0
     arrivals: int = 1
     cluster: int = 1
+    chooses_groups: bool = False
 
     def release_slots(self, is_producer: bool) -> None:
         """Marks all slots as free; called before the first :meth:`wait`."""
@@ -259,7 +261,7 @@ class TileScheduler(NamedTuple):
         plgpu.barrier_wait(self.free.at[slot])
         target = self.slots.at[pl.ds(self.first + slot, 1)]
         if self.cluster == 1:
-            _fetch(self.counter, target)
+            (_fetch_with_order if self.chooses_groups else _fetch)(self.counter, target)
         else:
             _fetch_for_cluster(self.counter, target)
             # One thread arrives at a cluster's barrier for the whole warpgroup: here after the
@@ -430,9 +432,30 @@ def _of_own_cta(work_tiles: WorkTiles, coordinates: TileCoordinates) -> TileCoor
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
 def _fetch(_, counter, slot):
-    """``slot[0] = counter[0]++``, or -1 minus that if ``counter[1]``, by one thread."""
+    """``slot[0] = counter[0]++``, by one thread."""
     # A thread of the warpgroup's second warp: the first warp starts the copies, which would wait
     # for the counter.
+    utils.inline_ptx(
+        """{
+        .reg .pred elected;
+        .reg .b32 thread, fetched;
+        .reg .f32 index;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 elected, thread, 32;
+        @elected atom.relaxed.gpu.global.add.u32 fetched, [$0], 1;
+        @elected cvt.rn.f32.u32 index, fetched;
+        @elected st.shared.f32 [$1], index;
+        }""",
+        utils.memref_ptr(counter),
+        utils.memref_ptr(slot),
+        has_side_effects=True,
+    )
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def _fetch_with_order(_, counter, slot):
+    """The same, and -1 minus the index if ``counter[1]``."""
     utils.inline_ptx(
         """{
         .reg .pred elected, large;

@@ -431,7 +431,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return token, [x * factors[:, None]]
         if name[0] in (x.__name__ for x in (row_halves, row_intervals, row_maximum)):
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
-        fetches = "_fetch", "_fetch_for_cluster"
+        fetches = "_fetch", "_fetch_with_order", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
             f"{function} has no rule here"
         )

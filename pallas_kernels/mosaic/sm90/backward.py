@@ -189,6 +189,7 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
         memory.scratch,
         first=ScratchLayout.of(static.config).slots,
         arrivals=static.consumers,
+        chooses_groups=static.work_tiles.chooses_groups,
     )
 
     def iterator_of(batch, head, tile):

@@ -155,7 +155,7 @@ def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> Non
     refs = ForwardRefs(inputs, results, memory)
     scheduler = TileScheduler(
         counter, memory.slot_fetched, memory.slot_free, memory.scheduler_slots,
-        cluster=static.config.cluster,
+        cluster=static.config.cluster, chooses_groups=static.work_tiles.chooses_groups,
     )  # fmt: skip
 
     ranges, last = tile_ranges(inputs.bounds), static.kv_tiles - 1
