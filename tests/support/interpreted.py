@@ -313,7 +313,7 @@ def _fetch_index(*, token, thread, counter, slot, source_info):
     with memory.atomic:
         index, has_large_groups = counter.read(thread)
         counter.write(thread, np.array([index + 1, has_large_groups], np.int32))
-        fetched = np.float32([-1 - index if has_large_groups else index])
+        fetched = np.array([-1 - index if has_large_groups else index], np.float32)
     for cta in range(memory.num_blocks_per_cluster):
         theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=cta))
         if memory.detect_races:
