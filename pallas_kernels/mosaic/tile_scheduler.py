@@ -1,4 +1,6 @@
-"""Dynamic tile scheduler of the persistent kernels: work tiles, their order, and how CTAs get them.
+"""Dynamic tile scheduler of the persistent kernels: how CTAs get work tiles.
+
+:mod:`pallas_kernels.mosaic.work_tiles` has their order.
 
 There is one CTA per SM. Its first work tile has the CTA's own index. The producer fetches the index
 of the next one from an atomic counter in global memory as soon as it has started all copies for the
@@ -13,181 +15,25 @@ per CTA of the cluster" for "tile".
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import i32, optimization_barrier, warpgroup_barrier
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 from pallas_kernels.mosaic.tile_iterator import TileIterator
+from pallas_kernels.mosaic.work_tiles import TileCoordinates, WorkTiles
 
 # The axis over CTAs, or clusters of them.
 CTA_AXIS = "cta"
 # Slots in shared memory for fetched work-tile indices.
 SLOTS = 2
-# Bytes of the L2 cache (50 MiB) that an L2 swizzle group may use. With small groups the long work
-# tiles of the last group may start late, and the GPU is half idle until they end. If larger groups
-# would save more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
-_L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
-_MAX_TAIL = 0.02
-# Groups are so many times larger where work tiles read that much less.
-_LOCAL = 4
-
-
-class TileCoordinates(NamedTuple):
-    """One tile of one head of one batch index.
-
-    Attributes:
-      batch: batch index.
-      head: head index, of queries or of keys.
-      tile: tile index on the same side.
-    """
-
-    batch: Any
-    head: Any
-    tile: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkTiles:
-    """All work tiles of a kernel, one per (batch index, head, tile), and their order.
-
-    They are ordered by L2 swizzle group: all tiles of some heads, longest tiles first. The longest
-    tiles must not come last, so a group has many heads; but what a group's tiles share must stay in
-    the L2 cache, so it does not have too many.
-
-    Attributes:
-      batch: B.
-      heads: number of heads.
-      tiles: number of tiles on the side that work is split over.
-      last_first: start with the last tile. With ascending positions, causal masks give the last
-        query tile and the first key tile the most work.
-      shared_bytes: bytes of global memory that the tiles of one head share.
-      equal: whether all tiles have the same amount of work. Then none can start too late, and an L2
-        swizzle group is one head.
-      persistent: False if a kernel lacks registers for a loop over work tiles: then one CTA each.
-      cluster: CTAs per cluster.
-      may_be_local: whether work tiles may turn out to read a small part of the other side, because
-        of packed documents. What the tiles of a head share is then less than ``shared_bytes``, and
-        a kernel may choose larger groups when it starts (:meth:`counter`).
-    """
-
-    batch: int
-    heads: int
-    tiles: int
-    last_first: bool
-    shared_bytes: int
-    equal: bool = False
-    persistent: bool = True
-    cluster: int = 1
-    may_be_local: bool = False
-
-    @property
-    def count(self) -> int:
-        """Number of work tiles."""
-        return self.batch * self.heads * self.tiles
-
-    @property
-    def ctas(self) -> int:
-        """Number of CTAs."""
-        if not self.persistent:
-            return self.count
-        return min(self.count, max(1, num_sms() // self.cluster))
-
-    @property
-    def group_heads(self) -> int:
-        """Heads per L2 swizzle group."""
-        if self.equal:
-            return 1
-        heads = self.batch * self.heads
-
-        def most_within(cache_bytes: int) -> int:
-            most = max(1, cache_bytes // self.shared_bytes)
-            return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
-
-        few, many = most_within(_L2_BYTES), most_within(_L2_BYTES_MAX)
-        steps = functools.partial(_causal_steps, self.ctas, heads, self.tiles)
-        return few if few == many or steps(few) <= (1 + _MAX_TAIL) * steps(many) else many
-
-    @property
-    def large_group_heads(self) -> int:
-        """Heads per group where every work tile reads at most 1 / _LOCAL of the other side."""
-        few, heads = self.group_heads, self.batch * self.heads
-        if not self.may_be_local or self.cluster > 1:
-            return few
-        return max(n for n in range(few, _LOCAL * few + 1, few) if heads % n == 0)
-
-    @property
-    def chooses_groups(self) -> bool:
-        """Whether a kernel chooses, when it starts, between groups and large groups."""
-        return not self.one_per_cta and self.large_group_heads > self.group_heads
-
-    @property
-    def one_per_cta(self) -> bool:
-        """Whether no CTA has a second work tile."""
-        return self.ctas == self.count
-
-    def counter(self, ranges: jax.Array, other_tiles: int) -> jax.Array | None:
-        """What :class:`TileScheduler` counts with; None if no CTA has a second work tile.
-
-        Args:
-          ranges: tile bounds ``[R, tiles, 4]`` or more columns.
-          other_tiles: number of tiles of the other side.
-
-        Returns:
-          int32 ``[2]``: 0, the number of fetched indices, and whether groups are large.
-        """
-        if self.one_per_cta:
-            return None
-        if not self.chooses_groups:
-            return jnp.zeros((2,), jnp.int32)
-        most = (ranges[..., 3] - ranges[..., 0]).max()
-        return jnp.stack([jnp.int32(0), (most * _LOCAL <= other_tiles).astype(jnp.int32)])
-
-    def coordinates(self, index: Any) -> TileCoordinates:
-        """The coordinates of the work tile at ``index`` in this order."""
-        heads = self.group_heads
-        group, rest = (op(index, i32(heads * self.tiles)) for op in (lax.div, lax.rem))
-        tile = lax.div(rest, i32(heads))
-        tile = i32(self.tiles - 1) - tile if self.last_first else tile
-        # Counts the heads of all batch indices.
-        head = group * heads + lax.rem(rest, i32(heads))
-        if self.batch == 1:
-            return TileCoordinates(i32(0), head, tile)
-        heads = i32(self.heads)
-        return TileCoordinates(lax.div(head, heads), lax.rem(head, heads), tile)
-
-    def in_large_groups(self, index: Any) -> Any:
-        """The index in this order of the work tile at ``index`` in the order of large groups.
-
-        Indices past the last work tile stay past it.
-        """
-        few, many = self.group_heads, self.large_group_heads
-        group, rest = (op(index, i32(many * self.tiles)) for op in (lax.div, lax.rem))
-        place, head = lax.div(rest, i32(many)), lax.rem(rest, i32(many))
-        group = group * (many // few) + lax.div(head, i32(few))
-        return (group * self.tiles + place) * few + lax.rem(head, i32(few))
-
-
-@functools.lru_cache
-def _causal_steps(ctas: int, heads: int, tiles: int, group_heads: int) -> int:
-    """Steps until the last CTA has finished, where the tiles of a head take 1, 2, 3, ... steps."""
-    ends = [0] * ctas
-    for _ in range(heads // group_heads):
-        for steps in range(tiles, 0, -1):
-            for _ in range(group_heads):
-                heapq.heapreplace(ends, ends[0] + steps)
-    return max(ends)
 
 
 class WorkTile(NamedTuple):

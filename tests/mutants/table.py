@@ -184,7 +184,7 @@ MUTANTS = [
     ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, x)", "x", f"{LARGE_LOGITS} -k kernels"),
     ("pallas_kernels/xla.py", "rounded(logits if bias is None else logits + bias)",
      "logits if bias is None else logits + bias", f"{LARGE_LOGITS} -k exact"),
-    ("pallas_kernels/mosaic/tile_scheduler.py", "(work_tiles.ctas + fetched) * SLOTS", "fetched * SLOTS",
+    ("pallas_kernels/mosaic/tile_scheduler.py", "index = work_tiles.ctas + fetched", "index = fetched",
      SCHEDULER),
     ("pallas_kernels/mosaic/tile_iterator.py", "i = jnp.where(i >= count, i - count, i)",
      "i = jnp.where(i > count, i - count, i)", SCHEDULER),

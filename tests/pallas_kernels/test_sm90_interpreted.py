@@ -19,11 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from local_cases import attend
 
 from pallas_kernels import REFERENCE, mosaic_sm90
-from pallas_kernels.mosaic import tile_scheduler
+from pallas_kernels.mosaic import work_tiles
 from pallas_kernels.mosaic.sm90 import row_intervals, shared_memory
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
-from pallas_kernels.mosaic.tile_scheduler import TileScheduler, WorkTiles
+from pallas_kernels.mosaic.tile_scheduler import TileScheduler
+from pallas_kernels.mosaic.work_tiles import WorkTiles
 
 needs_interpreter = pytest.mark.mosaic_interpreter
 slow = pytest.mark.slow
@@ -229,11 +230,11 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
     case = CASES[name]
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
     if case["blocks"] == 1:
-        monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
+        monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
     if name == "kv_bounds":
         # Its few tiles are not local, but take the order of large groups, of all heads.
         for limit in "_L2_BYTES", "_L2_BYTES_MAX":
-            monkeypatch.setattr(tile_scheduler, limit, 1)
+            monkeypatch.setattr(work_tiles, limit, 1)
         monkeypatch.setattr(WorkTiles, "counter", in_large_groups)
     # Two sequences: each has its own segment ids and KV bounds.
     inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
@@ -273,7 +274,7 @@ def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
 )
 def test_the_last_call_rounds_out_and_nothing_else(monkeypatch, kernels):
     """Also where a query tile has no key: it reads none, not even one that is not finite."""
-    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 1)
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 1)
     inputs = inputs_of({**SLOPES, "lengths": (200, 136), "numbers": "both"})
     (k, v), kv_tokens = inputs.kvs[0], inputs.kv_tokens[0]
     # Keys of the first tile come after all queries, those of the others after its first 128.
@@ -315,7 +316,7 @@ def test_a_bias_over_a_tiny_scale():
 @needs_interpreter
 def test_clusters_share_kv_tiles(monkeypatch):
     """Of two CTAs at a time."""
-    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
     # Three query tiles, so that the last cluster's second one is past the last query.
     inputs = inputs_of({**PLAIN, "lengths": (264, 328)})
     carry = random_carry(inputs)
@@ -385,7 +386,7 @@ def test_a_mistake_shows(monkeypatch, mistake):
     where, module, name, wrong, message = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong)
     if where is CLUSTERS:
-        monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 2)
+        monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
         inputs = inputs_of({**PLAIN, "lengths": (264, 328)})
         run = functools.partial(interpret_forward, inputs, kernels=CLUSTERS)
     else:

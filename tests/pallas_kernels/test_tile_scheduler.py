@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic import tile_scheduler
+from pallas_kernels.mosaic import tile_scheduler, work_tiles
 from pallas_kernels.mosaic.tile_iterator import TileIterator
-from pallas_kernels.mosaic.tile_scheduler import WorkTiles, for_each_work_tile
+from pallas_kernels.mosaic.tile_scheduler import for_each_work_tile
+from pallas_kernels.mosaic.work_tiles import WorkTiles
 
 MIB = 2**20
 ZERO = jnp.int32(0)
@@ -205,7 +206,7 @@ def run_ctas(monkeypatch):
 
     Loops and conditions run as Python's (``jax.disable_jit``), so that a visit can be recorded.
     """
-    monkeypatch.setattr(tile_scheduler, "num_sms", lambda: 3)
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 3)
 
     def run(work_tiles, bounds, *, skip_empty, steps_per_tile=1, is_producer=True, seed=0, rank=0):
         visited, empty = [], []

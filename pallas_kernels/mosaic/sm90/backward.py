@@ -60,11 +60,11 @@ from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import (
     CTA_AXIS,
     InlineProducer,
-    TileCoordinates,
     TileScheduler,
     WorkTile,
     for_each_work_tile,
 )
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 

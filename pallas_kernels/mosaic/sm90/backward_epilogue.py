@@ -26,7 +26,8 @@ from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
-from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
+from pallas_kernels.mosaic.tile_scheduler import WorkTile
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 
 def add_dq(

@@ -32,8 +32,9 @@ from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
-from pallas_kernels.mosaic.tile_scheduler import TileCoordinates, WorkTile
+from pallas_kernels.mosaic.tile_scheduler import WorkTile
 from pallas_kernels.mosaic.user_functions import by_column_chunks
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 from pallas_kernels.score import LOG2_E
 
 # The smallest weight whose logarithm is taken.

@@ -45,7 +45,7 @@ from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, TILE
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
-from pallas_kernels.mosaic.tile_scheduler import TileCoordinates
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 
 class State(NamedTuple):

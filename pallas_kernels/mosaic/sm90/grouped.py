@@ -33,11 +33,11 @@ from pallas_kernels.mosaic.sm90.instructions import TILE, specialize_warpgroups
 from pallas_kernels.mosaic.tile_scheduler import (
     CTA_AXIS,
     SLOTS,
-    TileCoordinates,
     TileScheduler,
     WorkTile,
     for_each_work_tile,
 )
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 # Depth of a loop step, and lanes that are written at a time: the width of a swizzled tile.
 _DEPTH = 64

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.sm90.configs import (
 )
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
 from pallas_kernels.mosaic.static import KernelStatic
-from pallas_kernels.mosaic.tile_scheduler import WorkTiles
+from pallas_kernels.mosaic.work_tiles import WorkTiles
 from pallas_kernels.spec import AttentionSpec
 
 

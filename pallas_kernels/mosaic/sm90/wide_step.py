@@ -42,7 +42,7 @@ from pallas_kernels.mosaic.sm90.backward_step import (
 )
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, WIDE_SCORE_QUERIES
 from pallas_kernels.mosaic.sm90.instructions import TILE
-from pallas_kernels.mosaic.tile_scheduler import TileCoordinates
+from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 
 def step(
