@@ -21,7 +21,8 @@ once per pair of shards, from each tile's smallest and largest values. A range m
 whose scores are all masked; it never omits a tile with an unmasked score.
 
 Where positions are NumPy arrays and nothing else is masked, bounds are computed while tracing and
-are constants of the program. On the GPU they take up to seven launches.
+are constants of the program. On the GPU they take up to seven launches, without those
+of :mod:`pallas_kernels.document_bounds`.
 """
 
 from __future__ import annotations

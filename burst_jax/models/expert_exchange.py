@@ -55,7 +55,7 @@ def round_sizes(rows: int, devices: int, factor: float | None) -> tuple[int, int
 
 
 def slots(tokens: int, assignments: int) -> int:
-    """How many tokens a round of so many assignments per device sends to each, of ``tokens``."""
+    """The most of ``tokens`` that a round of ``assignments`` per device sends to each device."""
     return min(tokens, assignments)
 
 
@@ -308,7 +308,7 @@ def _further_rounds(
     parts: _Parts,
     rounds: jax.Array,
 ) -> jax.Array:
-    """The experts' sums for the rows after the first round's."""
+    """The experts' sums for the assignments after the first round's."""
     first, further = sizes
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:

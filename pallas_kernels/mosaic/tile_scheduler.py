@@ -76,7 +76,7 @@ class TileScheduler(NamedTuple):
     ``free`` for all warpgroups, because the other producers read the slots as well.
 
     Attributes:
-      counter: result of :meth:`WorkTiles.counter` in global memory.
+      counter: int32 ``[1]`` or ``[2]`` in global memory, see :meth:`WorkTiles.counter`.
       fetched: barriers, one per slot: the slot holds an index.
       free: barriers, one per slot: all warpgroups have read the slot.
       slots: float32 array in shared memory that holds the slots: the number of indices that were
@@ -202,19 +202,12 @@ def for_each_work_tile(
                 return
             slot = lax.rem(index_and_slot, i32(SLOTS))
             scheduler.wait(slot)
-            following = next_index_and_slot(slot, scheduler.read(slot))
+            following = _next_index_and_slot(work_tiles, slot, scheduler.read(slot))
             pl.when(following < end)(lambda: start(following, steps_before + steps))
 
         recompute = functools.partial(_recompute_coordinates, work_tiles, index_and_slot)
         position = steps, steps_before, recompute
         return WorkTile(batch, head, tile, iterator, *position, fetch_next, start_next)
-
-    def next_index_and_slot(slot, fetched):
-        index = work_tiles.ctas + fetched
-        if work_tiles.chooses_groups:
-            in_large = work_tiles.in_large_groups(work_tiles.ctas - 1 - fetched)
-            index = jnp.where(fetched < 0, in_large, index)
-        return index * SLOTS + lax.rem(slot + 1, i32(SLOTS))
 
     def start(index_and_slot, steps_before):
         assert inline is not None
@@ -241,14 +234,11 @@ def for_each_work_tile(
             scheduler.wait(slot)
         fetched = scheduler.read(slot)
         scheduler.release(slot, is_producer)
-        return next_index_and_slot(slot, fetched), steps_before + work.steps
+        following = _next_index_and_slot(work_tiles, slot, fetched)
+        return following, steps_before + work.steps
 
     end = work_tiles.count * SLOTS
-    index = lax.axis_index(CTA_AXIS)
-    if work_tiles.chooses_groups:
-        in_large = work_tiles.in_large_groups(index)
-        index = jnp.where(scheduler.has_large_groups(), in_large, index)
-    first = index * SLOTS, i32(0)
+    first = _first_index(work_tiles, scheduler) * SLOTS, i32(0)
     if inline is not None:
         start(*first)
     if work_tiles.one_per_cta:
@@ -260,6 +250,23 @@ def for_each_work_tile(
     if work_tiles.cluster > 1 and is_producer:
         scheduler.drain()
     return steps
+
+
+def _first_index(work_tiles: WorkTiles, scheduler: TileScheduler) -> Any:
+    """The index of a CTA's first work tile."""
+    index = lax.axis_index(CTA_AXIS)
+    if not work_tiles.chooses_groups:
+        return index
+    return jnp.where(scheduler.has_large_groups(), work_tiles.in_large_groups(index), index)
+
+
+def _next_index_and_slot(work_tiles: WorkTiles, slot: Any, fetched: Any) -> Any:
+    """The next work tile's index times SLOTS, plus the slot after this one."""
+    index = work_tiles.ctas + fetched
+    if work_tiles.chooses_groups:
+        in_large = work_tiles.in_large_groups(work_tiles.ctas - 1 - fetched)
+        index = jnp.where(fetched < 0, in_large, index)
+    return index * SLOTS + lax.rem(slot + 1, i32(SLOTS))
 
 
 def _recompute_coordinates(work_tiles: WorkTiles, index_and_slot: Any) -> TileCoordinates:

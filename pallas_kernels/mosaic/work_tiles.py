@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.fragments import i32
 # would save more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
 _L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
 _MAX_TAIL = 0.02
-# Groups are so many times larger where work tiles read that much less.
+# Factor of a group's heads where work tiles read at most 1 / _LOCAL of the other side.
 _LOCAL = 4
 
 
@@ -124,12 +124,13 @@ class WorkTiles:
           other_tiles: number of tiles of the other side.
 
         Returns:
-          int32 ``[2]``: 0, the number of fetched indices, and whether groups are large.
+          int32 ``[1]``: 0, the number of fetched indices. Or ``[2]``, if the kernel
+          chooses groups, with whether they are large.
         """
         if self.one_per_cta:
             return None
         if not self.chooses_groups:
-            return jnp.zeros((2,), jnp.int32)
+            return jnp.zeros((1,), jnp.int32)
         most = (ranges[..., 3] - ranges[..., 0]).max()
         return jnp.stack([jnp.int32(0), (most * _LOCAL <= other_tiles).astype(jnp.int32)])
 

@@ -209,7 +209,7 @@ def random_carry(inputs):
     return o.astype(np.float32), rng.normal(size=(batch, heads, length)).astype(np.float32)
 
 
-def in_large_groups(work_tiles, *_):
+def always_large(work_tiles, *_):
     """``WorkTiles.counter`` of local work tiles."""
     return None if work_tiles.one_per_cta else jnp.array([0, work_tiles.chooses_groups], jnp.int32)
 
@@ -235,7 +235,7 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
         # Its few tiles are not local, but take the order of large groups, of all heads.
         for limit in "_L2_BYTES", "_L2_BYTES_MAX":
             monkeypatch.setattr(work_tiles, limit, 1)
-        monkeypatch.setattr(WorkTiles, "counter", in_large_groups)
+        monkeypatch.setattr(WorkTiles, "counter", always_large)
     # Two sequences: each has its own segment ids and KV bounds.
     inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
     got = interpret_all(inputs, kernels)

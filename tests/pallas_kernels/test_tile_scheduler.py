@@ -55,7 +55,7 @@ def test_the_longest_tiles_of_an_l2_group_come_first():
 
 
 def test_l2_groups_of_local_work_tiles_are_larger():
-    """The order is that of a kernel whose tiles share so much less. Not with clusters."""
+    """The order is that of a kernel whose tiles share as much less. Not with clusters."""
     for batch, heads, larger in ((1, 32, 8), (2, 8, 8)):
         options: Any = {"tiles": 80, "last_first": True}
         work_tiles = WorkTiles(batch, heads, shared_bytes=12 * MIB, may_be_local=True, **options)

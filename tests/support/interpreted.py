@@ -311,9 +311,9 @@ def _fetch_index(*, token, thread, counter, slot, source_info):
     if thread.block_id:
         return token  # The first CTA of a cluster fetches for all.
     with memory.atomic:
-        index, has_large_groups = counter.read(thread)
-        counter.write(thread, np.array([index + 1, has_large_groups], np.int32))
-        fetched = np.array([-1 - index if has_large_groups else index], np.float32)
+        index, *is_large = counter.read(thread)
+        counter.write(thread, np.array([index + 1, *is_large], np.int32))
+    fetched = np.array([-1 - index if is_large == [1] else index], np.float32)
     for cta in range(memory.num_blocks_per_cluster):
         theirs = slot._replace(key=dataclasses.replace(slot.key, block_id=cta))
         if memory.detect_races:

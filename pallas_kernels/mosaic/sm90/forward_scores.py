@@ -43,7 +43,8 @@ class Consumer(NamedTuple):
       warpgroup: index of the warpgroup.
       work: the work tile.
       queries: slice of the query axis.
-      scores: a tile of the queries' scores; what it reads of them is in registers.
+      scores: a tile of the queries' scores; what it reads of them is in registers, or, with
+        intervals, loaded where it is read.
       positions: float32 ``[64]``, positions of the queries; None unless the accumulator of
         ``q k^T`` starts from the bias.
       affine: ``(slope, intercept)`` of the bias over the scale, a scalar and float32 ``[64]``
@@ -75,7 +76,7 @@ class Consumer(NamedTuple):
             work.batch, work.head, first, i32(0), intervals=intervals,
         )  # fmt: skip
         if intervals is None:
-            # Else hardly any tile reads them.
+            # With intervals few tiles read them.
             scores = scores.keeping_rows()
         positions = affine = None
         if static.bias_in_accumulator:

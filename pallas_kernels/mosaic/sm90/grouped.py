@@ -430,7 +430,7 @@ def _run(static: _Static, inputs: _Inputs, name: str, shape: tuple[int, ...]) ->
         inputs=inputs,
         results=result,
         memory=_Memory.of(static.config, static.dtype, static.transposed),
-        counter=depending_on(jnp.zeros((2,), jnp.int32), inputs.left),
+        counter=depending_on(jnp.zeros((1,), jnp.int32), inputs.left),
     )
 
 

@@ -33,8 +33,11 @@ from pallas_kernels.mosaic.sm90.row_halves import element, like
 from pallas_kernels.mosaic.sm90.static import needs_registers
 from pallas_kernels.spec import AttentionSpec
 
-# Queries of all heads, from which on intervals gain more than it takes to compute them.
+# Queries of all heads, from which on intervals gain more than the launches that compute them.
 LEAST_ROWS_WITH_INTERVALS = 2**18
+# Keys per head, up to which they gain more than comparing each with every part of the queries. By
+# count, from one measured length: 16,384 keys with 32 heads.
+_MOST_KEYS_PER_HEAD = 2048
 
 
 class RowIntervals(NamedTuple):
@@ -97,8 +100,9 @@ def _reads_intervals(inputs: AttentionInputs, spec: AttentionSpec, config: Mosai
     """Whether the forward kernel reads intervals.
 
     Segment ids and windows make intervals. Next to other masks or terms of the scores, and in wide
-    heads, there may be no registers for them. They gain nothing at head dim 64, and in few rows
-    less than it takes to compute them. Not measured without a producer warpgroup.
+    heads, there may be no registers for them. They gain nothing at head dim 64, and with few rows,
+    or many keys for few heads, less than it takes to compute them. Not measured without a producer
+    warpgroup.
     """
     if not inputs.has_segments or inputs.has_kv_bounds or inputs.shared.block_mask is not None:
         return False
@@ -107,6 +111,7 @@ def _reads_intervals(inputs: AttentionInputs, spec: AttentionSpec, config: Mosai
     fits = max(inputs.head_dim, inputs.value_dim) <= WIDEST_NARROW_HEAD_DIM
     fits = fits and config.block_q == 2 * WARPGROUP_ROWS and config.cluster == 1
     batch, length, heads, _ = inputs.query.q.shape
+    fits = fits and inputs.kv_length <= _MOST_KEYS_PER_HEAD * heads
     return fits and batch * length * heads >= LEAST_ROWS_WITH_INTERVALS
 
 

@@ -1,7 +1,7 @@
 """One step of the backward kernel's loop for head dims above 128.
 
-dK and dV of 64 keys fill the registers there. So a tile of scores has 32 queries, and dQ is
-computed some lanes at a time. Two forms, by the tiles:
+dK and dV of 64 keys fill the registers there. So P, dP and dS are computed for 32 queries at a
+time, and dQ some lanes at a time. Two forms, by the tiles:
 
 - 128 keys, for (192, 128): a consumer accumulates dK and dV of 64 keys, as in
   :mod:`pallas_kernels.mosaic.sm90.backward_step`. It multiplies them with all 64 queries of a tile,
@@ -70,10 +70,10 @@ def _step_with_own_keys(
     refs, data = consumer.refs, StepData.of(consumer, step)
     memory, barriers = refs.memory, refs.barriers
 
-    def write(first: int, p: jax.Array, ds: jax.Array) -> None:
-        if not first:
+    def write(query: int, p: jax.Array, ds: jax.Array) -> None:
+        if query == 0:
             _wait_for_ds_buffer(consumer, step, state)
-        queries = slice(first, first + WIDE_SCORE_QUERIES)
+        queries = slice(query, query + WIDE_SCORE_QUERIES)
         memory.ds[data.ds, 0, data.keys, queries] = ds
         memory.p[0, data.keys, queries] = p
 
@@ -119,20 +119,20 @@ def _weights_and_gradients_by_halves(
     """
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
 
-    def half(first, load_products, dp_ref):
-        do = memory.do.at[data.do_stage, pl.ds(first, WIDE_SCORE_QUERIES)].transpose((1, 0))
+    def half(query, load_products, dp_ref):
+        do = memory.do.at[data.do_stage, pl.ds(query, WIDE_SCORE_QUERIES)].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
-        if not first:
+        if query == 0:
             also()
         products = load_products()
-        part = data._replace(at=data.at._replace(query=first))
-        of_half = products[:, first : first + WIDE_SCORE_QUERIES]
+        part = data._replace(at=data.at._replace(query=query))
+        of_half = products[:, query : query + WIDE_SCORE_QUERIES]
         p, lse, _ = weights(consumer, masked, part, lambda: of_half)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
         dp, p = optimization_barrier(dp, p)
-        if first and consumer.static.config.producer_warpgroup:
+        if query > 0 and consumer.static.config.producer_warpgroup:
             wait_for_queries(consumer, step + 1)
-        write(first, *optimization_barrier(*gradients(consumer, part, p, dp, lse)))
+        write(query, *optimization_barrier(*gradients(consumer, part, p, dp, lse)))
         return products
 
     def with_scores(scores_ref):
