@@ -49,6 +49,11 @@ class Sm90Static(KernelStatic[MosaicConfig]):
         return self.consumers + self.config.producer_warpgroup
 
     @property
+    def may_be_local(self) -> bool:
+        """Whether documents may leave work tiles a small part of the other side to read."""
+        return self.has_segments and not self.has_block_mask
+
+    @property
     def masks_by_arrays(self) -> bool:
         """Whether masks read more than positions, which takes registers."""
         return self.has_segments or self.has_kv_bounds or self.has_block_mask
@@ -184,7 +189,7 @@ class ForwardStatic(Sm90Static):
             equal=not self.needs_mask,
             persistent=forward_is_persistent(self.config, self.masks_by_arrays),
             cluster=self.config.cluster,
-            may_be_local=self.has_segments and not self.has_block_mask,
+            may_be_local=self.may_be_local,
         )
 
     @property
@@ -405,7 +410,7 @@ class BackwardStatic(Sm90Static):
                 self.masks_by_arrays,
                 self.needs_registers,
             ),
-            may_be_local=self.has_segments and not self.has_block_mask,
+            may_be_local=self.may_be_local,
         )
 
     @property
