@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flash
+from benchmarks import flash, turns
 from benchmarks.__main__ import main
 from benchmarks.results import Results
 
@@ -31,8 +31,8 @@ def run(monkeypatch, tmp_path, capsys):
     def run_cases(*cases, theirs=flash.ours):
         monkeypatch.setattr(flash, "require_gpus", lambda *_: None)
         monkeypatch.setattr(flash, "matmul_ceiling", lambda _: 800.0)
-        monkeypatch.setattr(flash, "Clock", NoClock)
-        monkeypatch.setattr(flash, "CASES", cases)
+        monkeypatch.setattr(turns, "Clock", NoClock)
+        monkeypatch.setattr(turns, "CASES", cases)
         monkeypatch.setattr(flash, "flash_attention_4", theirs)
         for module in ("torch", "flash_attn", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, module, SimpleNamespace())
@@ -48,9 +48,9 @@ def test_equal_results_are_timed_in_turns(run):
     wide = flash.Case("wide", 1, 64, 2, 2, 32, value_dim=16)
     lines, rows = run(CASE, wide)
     assert [line.split(":")[0] for line in lines if line[0] != " "] == ["small", "wide"]
-    turns = [line for line in lines if line[0] == " "]
-    assert len(turns) == 8
-    assert all(line.count(" at 1500") == 2 for line in turns)
+    timed = [line for line in lines if line[0] == " "]
+    assert len(timed) == 8
+    assert all(line.count(" at 1500") == 2 for line in timed)
     assert len(rows) == 4
     assert all(row.error == 0 and row.forward > 0 and row.both > 0 for row in rows)
     assert wide.flops_with_gradients() / wide.flops() == (4 * 32 + 3 * 16) / (32 + 16)
@@ -73,7 +73,7 @@ def test_other_results_and_failures_are_not_timed(run):
 
 def test_turns_have_the_same_length_and_each_its_clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(flash.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
 
     def call(seconds):
         def started():
@@ -83,7 +83,7 @@ def test_turns_have_the_same_length_and_each_its_clock(monkeypatch):
 
     clock: Any = SimpleNamespace(median=lambda start, end: end - start)
     calls: dict[Any, Any] = {"a": call(0.25), "b": call(0.5)}
-    measured = flash.in_turns(calls, turns=3, seconds=1.0, clock=clock)
+    measured = turns.in_turns(calls, turns=3, seconds=1.0, clock=clock)
     assert measured == {"a": [(0.25, 1.0)] * 3, "b": [(0.5, 1.0)] * 3}
 
 
@@ -92,7 +92,7 @@ def test_the_clock_is_the_median_between_two_times(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\nprintf '1500\\n1400\\n1600\\n'; exec sleep 60\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with flash.Clock() as clock:
+    with turns.Clock() as clock:
         while len(clock._readings) < 3:
             pass
     assert clock.median(-math.inf, math.inf) == 1500

@@ -1,0 +1,208 @@
+"""Times the same attention of several libraries, in turns on one GPU.
+
+Clocks of a GPU at its power limit fall with time and differ from card to card, so all are timed in
+one run, in turns of the same length and random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import random
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.command_line import add_cases, add_outputs
+from benchmarks.kernels import CASES as KERNEL_CASES
+from benchmarks.kernels import Case
+from benchmarks.results import Results, Row
+from burst_jax.command_line import integer, number
+from pallas_kernels.timing import relative_error
+
+CASES = (
+    *(case for case in KERNEL_CASES if not case.per_head()),
+    Case("causal, 4K, 32/8 heads", 1, 4096, 32, 8, 128, True),
+    Case("causal, 4 x 4K", 4, 4096, 32, 32, 128, True),
+    Case("causal, head dims (192, 128)", 1, 16384, 16, 16, 192, True, value_dim=128),
+    Case("causal, head dim 256", 1, 16384, 16, 16, 256, True),
+    Case("causal, head dim 192", 1, 16384, 16, 16, 192, True),
+    Case("causal, head dim 256, 32/8 heads", 1, 16384, 32, 8, 256, True),
+)
+# Both round weights and results to bfloat16: 3e-3 each.
+_TOLERANCE = 1.2e-2
+_NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the libraries, on arrays of its own.
+
+    Attributes:
+      name: in the table.
+      forward: starts the forward pass.
+      both: starts forward and backward pass, and returns out, dq, dk and dv.
+      wait: waits for the results of one of these.
+      to_jax: its results as JAX arrays.
+    """
+
+    name: str
+    forward: Callable[[], Any]
+    both: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    to_jax: Callable[[Any], Any] = lambda x: x
+
+
+class Clock:
+    """The SM clock in MHz, read every 50 ms while it is entered."""
+
+    def __enter__(self) -> Clock:
+        query = "nvidia-smi --id=0 --query-gpu=clocks.sm --format=csv,noheader,nounits -lms 50"
+        self._process = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
+        self._readings: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._readings.append((time.perf_counter(), float(line)))
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._thread.join()
+
+    def median(self, start: float, end: float) -> float:
+        """The median between two times of ``time.perf_counter``; NaN without a reading."""
+        readings = [mhz for at, mhz in list(self._readings) if start < at < end]
+        return statistics.median(readings) if readings else math.nan
+
+
+def in_turns(
+    calls: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any]]],
+    *,
+    turns: int,
+    seconds: float,
+    clock: Clock,
+) -> dict[Any, list[tuple[float, float]]]:
+    """Times calls in turns of random order.
+
+    Args:
+      calls: by a name, what starts the work, and what waits for its results.
+      turns: number of turns of each call.
+      seconds: duration of a turn.
+      clock: reads the SM clock.
+
+    Returns:
+      By name, for each turn: seconds per call, and the median SM clock in MHz.
+    """
+    numbers = {}
+    for name, (call, wait) in calls.items():
+        wait(call())  # compiles
+        start = time.perf_counter()
+        wait(call())
+        numbers[name] = max(1, math.ceil(seconds / (time.perf_counter() - start)))
+    order = list(calls)
+    measured: dict[Any, list[tuple[float, float]]] = {name: [] for name in order}
+    shuffle = random.Random(0).shuffle
+    for _ in range(turns):
+        shuffle(order)
+        for name in order:
+            call, wait = calls[name]
+            start = time.perf_counter()
+            for _ in range(numbers[name] - 1):
+                call()
+            wait(call())
+            end = time.perf_counter()
+            measured[name].append(((end - start) / numbers[name], clock.median(start, end)))
+    return measured
+
+
+def compare(
+    case: Case, sides: Sequence[Side], *, turns: int, seconds: float, clock: Clock
+) -> list[Row]:
+    """Checks that all sides have the same results, and times them in turns.
+
+    Returns:
+      A row of each side; ``error`` is the largest relative difference from the first side's
+      results, of the first row the largest of all others.
+    """
+    rows = [Row(case.name, side.name) for side in sides]
+    first, *others = (side.to_jax(side.both()) for side in sides)
+    errors = [
+        {
+            name: relative_error(a.reshape(b.shape), b)
+            for name, a, b in zip(_NAMES, other, first, strict=True)
+        }
+        for other in others
+    ]
+    del first, others
+    right = [row.agrees(_TOLERANCE, e) for row, e in zip(rows[1:], errors, strict=True)]
+    if not (rows[0].agrees(_TOLERANCE, *errors) and all(right)):
+        return rows
+    calls = {
+        (index, what): (getattr(side, what), side.wait)
+        for index, side in enumerate(sides)
+        for what in ("forward", "both")
+    }
+    flops = {"forward": case.flops(), "both": case.flops_with_gradients()}
+    for (index, what), measured in in_turns(
+        calls, turns=turns, seconds=seconds, clock=clock
+    ).items():
+        setattr(rows[index], what, 1e-12 * flops[what] / statistics.median(s for s, _ in measured))
+        rates = (f"{1e-12 * flops[what] / s:.0f} at {mhz:.0f}" for s, mhz in measured)
+        print(f"  {rows[index].peer}, {what}, TFLOP/s at MHz: {', '.join(rates)}", flush=True)
+    return rows
+
+
+def compare_cases(
+    args: argparse.Namespace, results: Results, sides: Callable[[Case], Sequence[Side]]
+) -> None:
+    """Compares the chosen cases, prints a line of each, and saves the results after each.
+
+    Args:
+      args: the options of :func:`add_options`.
+      results: rows are added to it.
+      sides: makes the sides of a case.
+    """
+    with Clock() as clock:
+        for index in args.cases:
+            case = CASES[index]
+            try:
+                made = sides(case)
+                rows = compare(case, made, turns=args.turns, seconds=args.seconds, clock=clock)
+            except Exception as error:  # The table has the reason, and the benchmark continues.
+                note = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                rows = [Row(case.name, "all", note=note)]
+            print(_line(rows), flush=True)
+            results.rows += rows
+            if args.json is not None:
+                results.save(args.json)
+
+
+def _line(rows: list[Row]) -> str:
+    if notes := [row.note for row in rows if row.note]:
+        return f"{rows[0].case}: {notes[0]}"
+    first, *others = rows
+    rates = (f"{row.forward:.0f} / {row.both:.0f}" for row in rows)
+    ratios = (f"{x.forward / first.forward:.3f} / {x.both / first.both:.3f}" for x in others)
+    return f"{first.case}: {'; '.join(rates)}; {'; '.join(ratios)}; {first.error:.1e}"
+
+
+def add_options(parser: Any) -> None:
+    """Adds the cases, the turns and the JSON file to a command line."""
+    add_cases(parser, [case.name for case in CASES])
+    parser.add_argument(
+        "--turns", type=integer(1), default=3, help="turns of each call (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=number(0.01), default=0.7, help="duration of a turn (%(default)s)"
+    )
+    add_outputs(parser, png=False)
