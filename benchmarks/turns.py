@@ -196,13 +196,18 @@ def _line(rows: list[Row]) -> str:
     return f"{first.case}: {'; '.join(rates)}; {'; '.join(ratios)}; {first.error:.1e}"
 
 
-def add_options(parser: Any) -> None:
-    """Adds the cases, the turns and the JSON file to a command line."""
-    add_cases(parser, [case.name for case in CASES])
+def add_turns(parser: Any) -> None:
+    """Adds number and duration of the turns to a command line."""
     parser.add_argument(
         "--turns", type=integer(1), default=3, help="turns of each call (%(default)s)"
     )
     parser.add_argument(
         "--seconds", type=number(0.01), default=0.7, help="duration of a turn (%(default)s)"
     )
+
+
+def add_options(parser: Any) -> None:
+    """Adds the cases, the turns and the JSON file to a command line."""
+    add_cases(parser, [case.name for case in CASES])
+    add_turns(parser)
     add_outputs(parser, png=False)

@@ -34,6 +34,7 @@ EXITS = {
             "decode-step",
             "ampere",
             "flash",
+            "modifiers",
         )
     },
     "train --weights exchanged": "--weights exchanged needs a --shape with experts: qwen3-30b-a3b",
