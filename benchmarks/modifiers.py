@@ -70,7 +70,7 @@ def measure(
     """
     q, k, v, do = arrays_of(case)
     options = {PLAIN: {}, **neutral(case), **others(case)}
-    calls, plain = {}, None
+    calls, plain = {}, ()
     for name, arguments in options.items():
         attend = functools.partial(local_attention, is_causal=True, **arguments)
         forward, both = jax.jit(attend), with_gradients(attend)

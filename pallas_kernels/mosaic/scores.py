@@ -263,7 +263,9 @@ class ScoreTile(NamedTuple):
         if blocks is None:
             return None
         axis = 0 if self.shape[0] > BLOCK_TOKENS else 1
-        assert self.shape[1 - axis] <= BLOCK_TOKENS
+        assert BLOCK_TOKENS % self.shape[1 - axis] == 0
+        # Else a part of the tile would be of two entries.
+        assert self.shape[axis] % BLOCK_TOKENS == 0 or BLOCK_TOKENS % self.shape[axis] == 0
         q_part, kv_part = (
             lax.div(x, i32(BLOCK_TOKENS)) for x in (self.first_query, self.first_key)
         )

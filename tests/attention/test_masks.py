@@ -32,15 +32,18 @@ from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
     AttentionInputs,
     BlockMask,
+    Implementation,
     KVSide,
     Mask,
     QuerySide,
     SharedInputs,
     Tiles,
+    mosaic_sm90,
     resolve,
     xla,
 )
 from pallas_kernels.mask import end_of_keys_in_window, first_key_in_window
+from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
 ARRAYS, COTANGENTS = make_inputs()
 SEQ_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
@@ -347,7 +350,7 @@ def test_a_layer_accepts_masks_in_its_call():
 def test_sm90_kernels_name_the_blocks_that_they_support():
     query: Any = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
 
-    def named(run: int, name: str | None = "mosaic_sm90") -> str:
+    def named(run: int, name: str | Implementation | None = "mosaic_sm90") -> str:
         blocks = BlockMask(jnp.ones((1, 2, 2), bool), 64, 64, 64, run)
         sides = QuerySide(query), KVSide(query, query)
         inputs = AttentionInputs(*sides, SharedInputs(block_mask=blocks))
@@ -359,3 +362,8 @@ def test_sm90_kernels_name_the_blocks_that_they_support():
     with pytest.raises(NotImplementedError, match=message):
         named(32)
     assert named(32, None) == "xla"
+    # A tile of 96 keys would be of one and a half blocks.
+    tile = MosaicConfig(128, 96, 2)
+    for kernels in mosaic_sm90(tile), mosaic_sm90(None, tile):
+        with pytest.raises(NotImplementedError, match=r"block_kv is 96; .* a multiple of 64"):
+            named(64, kernels)

@@ -314,6 +314,21 @@ def test_a_bias_over_a_tiny_scale():
 
 
 @needs_interpreter
+def test_block_masks_have_tiles_of_whole_blocks():
+    """Else these head dims have 96 keys per tile without a producer warpgroup."""
+    case = a_case(
+        "packed", "contiguous", 1, (2, 1), (128, 192), 192, "float16", "slopes", value_dim=96,
+        table=(64, 64, False),
+    )  # fmt: skip
+    inputs = inputs_of(case)
+    got = interpret_forward(inputs, kernels=mosaic_sm90())
+    for x, y in zip(got, map(np.asarray, reference_forward(inputs)), strict=True):
+        seen = np.isfinite(y)
+        np.testing.assert_array_equal(np.isfinite(x), seen)
+        assert compare.errors(x[seen], y[seen])[1] < compare.RELATIVE_RMS["float16"]
+
+
+@needs_interpreter
 def test_clusters_share_kv_tiles(monkeypatch):
     """Of two CTAs at a time."""
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)

@@ -40,7 +40,7 @@ from pallas_kernels.mosaic.fragments import (
     rescale_rows,
 )
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, launch
-from pallas_kernels.mosaic.score_inputs import ScoreInputs
+from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs
 from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores, row_halves
 from pallas_kernels.mosaic.sm90.configs import (
     REGISTERS,
@@ -143,6 +143,8 @@ def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfi
     needs_registers = needs_registers or inputs.has_kv_bounds or has_block_mask
     head_dim = max(inputs.head_dim, inputs.value_dim)
     config = forward_config(inputs.head_dim, inputs.value_dim, bias_counts or needs_registers)
+    if has_block_mask and config.block_kv % BLOCK_TOKENS:
+        config = dataclasses.replace(config, block_kv=BLOCK_TOKENS)
     if other_masks or inputs.has_bias or needs_registers:
         return for_this_jax(config)
     length = min(inputs.q_length, inputs.kv_length)

@@ -10,7 +10,7 @@ from pallas_kernels.bounds import split_tiles
 from pallas_kernels.elementwise import derivative_is_one
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
-from pallas_kernels.mosaic.score_inputs import unsupported_inputs
+from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, unsupported_inputs
 from pallas_kernels.mosaic.sm90 import dq
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
 from pallas_kernels.mosaic.sm90.configs import (
@@ -22,6 +22,9 @@ from pallas_kernels.mosaic.sm90.configs import (
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
+
+# Of the forward and the backward kernel; None is the shipped one.
+Configs = tuple[MosaicConfig | None, MosaicConfig | None]
 
 
 def mosaic_sm90(
@@ -52,8 +55,8 @@ def mosaic_sm90(
         backward_bounds=functools.partial(backward_bounds, **of_backward),
         split_backward=split_tiles,
         dq_accumulator=accumulator,
-        unsupported=functools.partial(unsupported_inputs, most=256),
-        backward_unsupported=_backward_unsupported,
+        unsupported=functools.partial(_unsupported, configs=configs),
+        backward_unsupported=functools.partial(_backward_unsupported, configs=configs),
         unsupported_functions=functools.partial(
             _unsupported_functions, deterministic=deterministic
         ),
@@ -79,9 +82,21 @@ def _backward_dims(*dims: int) -> tuple[int, int]:
     return min(supported, key=sum)
 
 
-def _backward_unsupported(inputs: AttentionInputs) -> str | None:
-    """Why the backward kernel does not support these arrays, or None if it does."""
+def _unsupported(inputs: AttentionInputs, *, configs: Configs) -> str | None:
+    """Why kernels with these configs do not support these arrays, or None if they do."""
     reason = unsupported_inputs(inputs, most=256)
+    if reason is not None or inputs.shared.block_mask is None:
+        return reason
+    sizes = [config.block_kv for config in configs if config is not None]
+    wrong = [size for size in sizes if size % BLOCK_TOKENS]
+    if not wrong:
+        return None
+    return f"block_kv is {wrong[0]}; with a block_mask it must be a multiple of {BLOCK_TOKENS}"
+
+
+def _backward_unsupported(inputs: AttentionInputs, *, configs: Configs) -> str | None:
+    """Why the backward kernel does not support these arrays, or None if it does."""
+    reason = _unsupported(inputs, configs=configs)
     widest = max(inputs.head_dim, inputs.value_dim)
     if reason is not None or widest <= WIDEST_NARROW_HEAD_DIM:
         return reason
