@@ -135,7 +135,8 @@ def compare(
       results, of the first row the largest of all others.
     """
     rows = [Row(case.name, side.name) for side in sides]
-    first, *others = (side.to_jax(side.both()) for side in sides)
+    started = [side.both() for side in sides]  # Processes of their own compile side by side.
+    first, *others = (side.to_jax(x) for side, x in zip(sides, started, strict=True))
     errors = [
         {
             name: relative_error(a.reshape(b.shape), b)
@@ -143,7 +144,7 @@ def compare(
         }
         for other in others
     ]
-    del first, others
+    del started, first, others
     right = [row.agrees(_TOLERANCE, e) for row, e in zip(rows[1:], errors, strict=True)]
     if not (rows[0].agrees(_TOLERANCE, *errors) and all(right)):
         return rows
