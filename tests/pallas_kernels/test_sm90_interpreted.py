@@ -60,6 +60,10 @@ LATENT, WIDE_DETERMINISTIC, LATE = (
         ((96, 2), 64, False, True),
     )
 )
+# One consumer accumulates dV, the other dK.
+SPLIT_GRADIENTS = mosaic_sm90(
+    MosaicConfig(128, 96, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True)
+)
 # The same without a producer warpgroup.
 LATENT_SHARED, WIDE_SHARED = (
     mosaic_sm90(
@@ -123,6 +127,7 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
     ),
     "wide": a_case("packed_window_cap", "striped", 1, (1, 1), (72, 136), 192, "bfloat16", "slopes"),
+    "split": a_case("packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -138,6 +143,7 @@ RUNS = [
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("wide", LATE),
+    ("split", SPLIT_GRADIENTS),
     ("latent", LATENT_SHARED),
     ("wide", WIDE_SHARED),
     *((name, LARGE) for name in LARGE_TILES),
@@ -152,6 +158,7 @@ QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions", "documents"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
     LATE: "-late",
+    SPLIT_GRADIENTS: "-gradients",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",

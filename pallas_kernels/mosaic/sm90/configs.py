@@ -32,6 +32,8 @@ LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
 WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
+# Keys of a tile of that step where one consumer accumulates dV and the other dK.
+SPLIT_BLOCK_KV = 96
 # Queries of a tile of scores of that step.
 WIDE_SCORE_QUERIES = 32
 # With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
@@ -87,7 +89,8 @@ class MosaicConfig:
                 raise ValueError(f"{name} is {size}: it must be 64 or more, a multiple of {unit}")
         for name in ("stages", "do_stages", "v_stages"):
             stages = getattr(self, name)
-            if stages is not None and stages < 2:
+            fewest = 1 if name == "do_stages" and self.splits_gradients else 2
+            if stages is not None and stages < fewest:
                 raise ValueError(f"{name} is {stages}: it must be 2 or more")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
@@ -116,6 +119,11 @@ class MosaicConfig:
         return self.wide and self.block_kv == WARPGROUP_ROWS
 
     @property
+    def splits_gradients(self) -> bool:
+        """Backward: whether one consumer computes P and dV, the other dS and dK, of the same keys."""
+        return self.wide and self.block_kv == SPLIT_BLOCK_KV
+
+    @property
     def ds_buffers(self) -> int:
         """Buffers for dS of the backward kernel.
 
@@ -124,7 +132,8 @@ class MosaicConfig:
         every step waits for both, unless products are ``late``.
         """
         if self.wide:
-            return 1 if self.shares_keys and not self.late else 2
+            one = self.splits_gradients or (self.shares_keys and not self.late)
+            return 1 if one else 2
         return 2 if self.dq_by_rows else 3
 
     @property
@@ -279,7 +288,8 @@ def backward_is_persistent(
     """
     if config.dq_by_rows and not config.producer_warpgroup:
         return False
-    if config.wide and not (config.shares_keys and config.producer_warpgroup):
+    same_keys = config.shares_keys or config.splits_gradients
+    if config.wide and not (same_keys and config.producer_warpgroup):
         return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
@@ -306,14 +316,17 @@ def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
     if config.dq_by_rows:
         return (head_dim,)
     half = head_dim // 2
-    if not config.wide or (config.shares_keys and half < LARGE_BLOCK_Q):
+    if not config.wide or config.splits_gradients or (config.shares_keys and half < LARGE_BLOCK_Q):
         return (half,)
     return tuple(min(64, half - first) for first in range(0, half, 64))
 
 
 def staging_lanes(config: MosaicConfig, head_dim: int, value_dim: int) -> int:
     """Lanes that leave the backward kernel's staging buffer at a time: all, if there is room."""
-    no_room = config.wide and not (config.shares_keys and head_dim == value_dim == 192)
+    if config.splits_gradients:
+        return WARPGROUP_ROWS
+    has_room = config.shares_keys and head_dim == value_dim == 192
+    no_room = config.wide and not has_room
     return 32 if no_room else head_dim // 2
 
 

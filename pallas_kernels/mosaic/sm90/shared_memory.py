@@ -221,16 +221,26 @@ class BackwardMemory(NamedTuple):
             lanes = value_lanes = WIDE_SCORE_QUERIES
             p = _matrix((config.p_buffers, block_kv, block_q), dtype, lanes=lanes)
         q_parts = block_q // WARPGROUP_ROWS
+        ds_shape = config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS
+        if config.splits_gradients:
+            p = _matrix((1, block_q, block_kv), dtype, lanes=lanes)
+            ds_shape = 1, 1, block_q, block_kv
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
             v=_matrix((block_kv, value_dim), dtype, lanes=value_lanes),
             q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=lanes),
             do=_matrix((scratch.do_stages, block_q, value_dim), dtype, lanes=value_lanes),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
-            ds=_matrix((config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS), dtype, lanes=lanes),
+            ds=_matrix(ds_shape, dtype, lanes=lanes),
             p=p,
             staging=_matrix(
-                (BACKWARD_WARPGROUPS, block_q, staging_lanes(config, head_dim, value_dim)),
+                (
+                    (3 if scratch.do_stages == 1 else 2)
+                    if config.splits_gradients
+                    else BACKWARD_WARPGROUPS,
+                    block_q,
+                    staging_lanes(config, head_dim, value_dim),
+                ),
                 jnp.int32 if in_fixed_point else jnp.float32,
             ),
             # Two arrivals each: two copies, or both consumer warpgroups.
@@ -264,6 +274,8 @@ class BackwardBarriers(NamedTuple):
       slot_free: by slot of the tile scheduler.
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
         one.
+      p_arrived: one consumer has written a step's P for the other, if ``splits_gradients``.
+      p_free: the other one has read it.
     """
 
     kv_arrived: Any
@@ -276,13 +288,17 @@ class BackwardBarriers(NamedTuple):
     slot_fetched: Any
     slot_free: Any
     ds_free: Any
+    p_arrived: Any
+    p_free: Any
 
     @classmethod
     def counts(cls, config: MosaicConfig) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers < 3))
+        splits = config.splits_gradients
+        ds_free = config.ds_buffers < 3 and not splits
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(ds_free), int(splits), int(splits))
 
     @classmethod
     def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:

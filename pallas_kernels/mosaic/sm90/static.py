@@ -238,6 +238,8 @@ class BackwardStatic(Sm90Static):
             return True
         if self.config.shares_keys:
             return False
+        if self.config.splits_gradients:
+            return self.dkv_dtype == self.dtype
         fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
         return self.dkv_dtype == self.dtype and fit and not self.needs_registers
 
@@ -368,7 +370,8 @@ class BackwardStatic(Sm90Static):
 
     def first_key(self, warpgroup: Any) -> Any:
         """A warpgroup's first key in the work tile."""
-        return 0 if self.config.shares_keys else warpgroup * WARPGROUP_ROWS
+        shared = self.config.shares_keys or self.config.splits_gradients
+        return 0 if shared else warpgroup * WARPGROUP_ROWS
 
     def first_lane(self, warpgroup: Any) -> Any:
         """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""
