@@ -99,8 +99,7 @@ def backward(
             f"{not config.wide}"
         )
     shipped = wide_backward_config(*dims).block_kv if config.wide else keys
-    fits = config.shares_keys or (config.splits_gradients and dims == (192, 192))
-    if config.block_kv != shipped and not fits:
+    if config.block_kv != shipped and not config.shares_keys:
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
     if config.stages == 2 and not (config.wide or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")

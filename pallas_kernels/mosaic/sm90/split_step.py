@@ -224,7 +224,8 @@ def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
 def _add_dq(consumer: Consumer, data: _Step, step: Any, index: int, dq: jax.Array) -> None:
     """Adds 64 lanes of dQ to global memory."""
     static, refs = consumer.static, consumer.refs
-    buffers = refs.memory.staging.shape[0]
+    # One buffer is that of a float32 dV.
+    buffers = refs.memory.staging.shape[0] if static.rounds_dkv else 2
     plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
     at = TileCoordinates(consumer.work.recompute().batch, data.at.head, data.at.q_tile)
     factors = load_dq_factors(static, refs, data.zero, at)

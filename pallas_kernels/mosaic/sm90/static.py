@@ -232,7 +232,8 @@ class BackwardStatic(Sm90Static):
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
         inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
-        user function lack registers for it. Consumers that share keys have one buffer for both.
+        user function lack registers for it. Consumers that share keys have one buffer for both,
+        those that split gradients one each.
         """
         if not self.rounds_dkv:
             return True
@@ -370,8 +371,7 @@ class BackwardStatic(Sm90Static):
 
     def first_key(self, warpgroup: Any) -> Any:
         """A warpgroup's first key in the work tile."""
-        shared = self.config.shares_keys or self.config.splits_gradients
-        return 0 if shared else warpgroup * WARPGROUP_ROWS
+        return 0 if self.config.same_keys else warpgroup * WARPGROUP_ROWS
 
     def first_lane(self, warpgroup: Any) -> Any:
         """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""
