@@ -125,7 +125,7 @@ class MosaicConfig:
 
     @property
     def splits_gradients(self) -> bool:
-        """Backward: whether one consumer computes P and dV, the other dS and dK, of the same keys."""
+        """Backward: whether, of the same keys, one consumer accumulates dV and the other dK."""
         return self.wide and self.block_kv == SPLIT_BLOCK_KV
 
     @property
@@ -264,9 +264,10 @@ def wide_backward_config(head_dim: int, value_dim: int, small: bool = False) -> 
     Args:
       head_dim: H.
       value_dim: Hv.
-      small: whether tiles have 64 keys instead of 96.
+      small: whether tiles have 64 keys instead of 96: for block-sparse masks, whose blocks 96 keys
+        are no multiple of, and for what takes registers. Consumers that start copies have none.
     """
-    if (head_dim, value_dim) == (192, 192) and not small:
+    if (head_dim, value_dim) == (192, 192) and moves_registers() and not small:
         return MosaicConfig(64, SPLIT_BLOCK_KV, 2, do_stages=1, wide=True)
     return MosaicConfig(64, 128 if (head_dim, value_dim) == (192, 128) else 64, 2, wide=True)
 

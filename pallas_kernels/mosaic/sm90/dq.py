@@ -42,8 +42,7 @@ def shipped_config(
     """The config of a call, with the installed JAX."""
     blocks, small = inputs.shared.block_mask, needs_registers(spec, inputs.has_bias)
     if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
-        # Tiles of 96 keys are no whole blocks of a mask.
-        small = small or blocks is not None or not moves_registers()
+        small = small or blocks is not None
         return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim, small))
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
     # of them leave none for 128 queries.

@@ -144,7 +144,9 @@ def _store_transposed(lane, _, target, x):
     half = arith.andi(warp, utils.c(1, i32))
     # [groups of 8 columns, 2]: registers of two columns in two rows that are 8 apart.
     registers = x.registers.reshape(-1, 2)
-    store = _store_halves_transposed if utils.bitwidth(x.mlir_dtype) == 16 else _store_words_transposed
+    store = (
+        _store_halves_transposed if utils.bitwidth(x.mlir_dtype) == 16 else _store_words_transposed
+    )
     # Unsigned: no negative tile either.
     inside = arith.cmpi(arith.CmpIPredicate.ult, tile, utils.c(tiles.shape[1], i32))
     with utils.when(inside):

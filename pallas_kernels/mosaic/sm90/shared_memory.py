@@ -271,7 +271,6 @@ class BackwardBarriers(NamedTuple):
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
         one.
       p_arrived: one consumer has written a step's P for the other, if ``splits_gradients``.
-      p_free: the other one has read it.
     """
 
     kv_arrived: Any
@@ -285,7 +284,6 @@ class BackwardBarriers(NamedTuple):
     slot_free: Any
     ds_free: Any
     p_arrived: Any
-    p_free: Any
 
     @classmethod
     def counts(cls, config: MosaicConfig) -> BackwardBarriers:
@@ -294,7 +292,7 @@ class BackwardBarriers(NamedTuple):
         by_stage = stages, do_stages, stages, do_stages
         splits = config.splits_gradients
         ds_free = config.ds_buffers < 3 and not splits
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(ds_free), int(splits), int(splits))
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(ds_free), int(splits))
 
     @classmethod
     def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:

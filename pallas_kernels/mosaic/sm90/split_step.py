@@ -1,14 +1,14 @@
 """The backward kernel's loop where one consumer accumulates dV and the other dK (head dim 192).
 
-Both work on the same 96 keys. The first consumer computes the weights P and adds to dV; the second
-computes dP and dS and adds to dK; each computes half of the lanes of dQ. Tiles of scores are
-``[64 queries, 96 keys]``, dK and dV are transposed. So each product but dQ is one consumer's alone,
-and no operand is read from shared memory by both, which is what limits wide heads. The second
-consumer reads P rounded to the inputs' dtype.
+Both work on the same 96 keys. The first consumer computes the weights P, adds to dV, and computes a
+third of the lanes of dQ; the second computes dP and dS, adds to dK, and computes the rest of dQ,
+with dS in registers. Tiles of scores are ``[64 queries, 96 keys]``, dK and dV are transposed. So
+neither operand of a product but dQ's is read from shared memory by both consumers, which limits the
+other steps for wide heads. The second consumer reads P rounded to the inputs' dtype.
 
 In each step the second consumer waits for P, and the first one for dS, while its product for dV
-runs. It has then read the step's P, and before the first one writes the next P, it has finished the
-products that read dS: one buffer of each is enough.
+runs. The second has then read the step's P. Before the first one writes the next P, it has finished
+its product that reads dS. So one buffer of each is enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.fragments import along_rows, constant, optimization_barrier, rounded_to_int32
+from pallas_kernels.mosaic.fragments import (
+    along_rows,
+    constant,
+    optimization_barrier,
+    rounded_to_int32,
+)
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     load_dq_factors,
     write_transposed,
@@ -44,7 +49,8 @@ from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 # float32 ``[64, keys]`` each: dV or dK of a work tile, 64 lanes after the other.
 Gradient = tuple[jax.Array, ...]
-ORDER = ""
+# Of three parts of dQ, 64 lanes each, the one that the first consumer computes.
+_LAST = 2
 
 
 def run(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
@@ -65,9 +71,8 @@ def _accumulate_dv(consumer: Consumer) -> None:
     dv = _zeros(static, static.value_dim)
     dv = lax.fori_loop(work.steps_before, masked_end, masked, dv)
     dv = lax.fori_loop(masked_end, consumer.end, full, dv)
-    _wait_for_p_buffer(consumer)
-    memory = refs.memory
-    staging = memory.p.at[0] if static.rounds_dkv else memory.staging.at[2]
+    plgpu.barrier_arrive(refs.barriers.kv_free)
+    staging = refs.memory.p.at[0] if static.rounds_dkv else refs.memory.staging.at[_LAST]
     _write(consumer, staging, refs.results.dv, dv)
 
 
@@ -78,7 +83,10 @@ def _accumulate_dk(consumer: Consumer) -> None:
     dk = lax.fori_loop(work.steps_before, consumer.end, step, dk)
     if not static.scale_in_ds:
         dk = tuple(x * static.spec.score.scale for x in dk)
-    memory = consumer.refs.memory
+    memory, barriers = consumer.refs.memory, consumer.refs.barriers
+    plgpu.barrier_arrive(barriers.kv_free)
+    # The other consumer has read the last dS.
+    plgpu.barrier_wait(barriers.kv_free)
     staging = memory.ds.at[0, 0] if static.rounds_dkv else memory.staging.at[0]
     _write(consumer, staging, consumer.refs.results.dk, dk)
 
@@ -89,7 +97,6 @@ def _zeros(static: BackwardStatic, lanes: int) -> Gradient:
 
 
 def _write(consumer: Consumer, staging: Any, target: Any, gradient: Gradient) -> None:
-    plgpu.barrier_arrive(consumer.refs.barriers.kv_free)
     at = consumer.work.recompute()
     write_transposed(consumer.static, staging, at, target, gradient)
     consumer.work.start_next()
@@ -130,7 +137,7 @@ class _Step(NamedTuple):
 
 def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradient:
     """Computes P, and adds to dV."""
-    memory, barriers = consumer.refs.memory, consumer.refs.barriers
+    static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
     plgpu.barrier_wait(barriers.q_arrived.at[consumer.stage(step)])
     data = _Step.of(consumer, step)
 
@@ -141,9 +148,9 @@ def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradi
         return _weights(consumer, masked, data.at, products, lse)
 
     p = pl.run_scoped(scores, _score_accumulator(consumer))
-    p, *dv = optimization_barrier(p.astype(consumer.static.dtype), *dv)
+    p, *dv = optimization_barrier(p.astype(static.dtype), *dv)
+    # dV of the previous work tile may still be on its way out of the buffer.
     is_first = step == consumer.work.steps_before
-    pl.when(~is_first)(functools.partial(_wait_for_p_buffer, consumer))
     pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     memory.p[data.zero] = p
     plgpu.commit_smem()
@@ -151,23 +158,20 @@ def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradi
     plgpu.barrier_arrive(barriers.p_arrived.at[0])
     plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
 
-    def product(*accumulators):
+    def products(dq_acc, *accumulators):
         _start(accumulators, dv)
         do = memory.do.at[data.do_stage].transpose((1, 0))
         for index in range(len(accumulators)):
             _issue_part(accumulators, index, do, memory.p.at[data.zero])
-        return _loaded(accumulators)
+        plgpu.barrier_arrive(barriers.ds_arrived)
+        plgpu.barrier_wait(barriers.ds_arrived)
+        _issue_dq(consumer, data, memory.ds.at[data.zero, 0], _LAST, dq_acc)
+        result = _loaded(accumulators, running=1)
+        plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
+        _add_dq(consumer, data, _LAST, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), copying=0)
+        return result
 
-    result = pl.run_scoped(product, *_gradient_accumulators(consumer, len(dv)))
-    plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
-    return result
-
-
-def _wait_for_p_buffer(consumer: Consumer) -> None:
-    """Waits until the other consumer has read the last P."""
-    free = consumer.refs.barriers.p_free.at[0]
-    plgpu.barrier_arrive(free)
-    plgpu.barrier_wait(free)
+    return pl.run_scoped(products, _dq_accumulator(static), *_gradient_accumulators(static, dv))
 
 
 def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
@@ -191,8 +195,7 @@ def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
 
     ds = pl.run_scoped(gradients, _score_accumulator(consumer))
     ds, *dk = optimization_barrier(ds, *dk)
-    plgpu.barrier_arrive(barriers.p_free.at[0])
-    # dK of the previous work tile may still be on its way out of the buffers.
+    # dK of the previous work tile may still be on its way out of the buffer.
     is_first = step == consumer.work.steps_before
     pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
@@ -200,43 +203,48 @@ def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
         _start(accumulators, dk)
         q, right = memory.q.at[data.stage].transpose((1, 0)), memory.ds.at[data.zero, 0]
 
-        def part(index, dq_acc):
-            lanes = pl.ds((data.zero + index) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            plgpu.wgmma(dq_acc, ds, memory.k.at[:, lanes])
+        def part(index, with_dk, dq_acc):
+            _issue_dq(consumer, data, ds, index, dq_acc)
             if index == 0:
                 memory.ds[data.zero, 0] = ds
                 plgpu.commit_smem()
+                plgpu.barrier_arrive(barriers.ds_arrived)
                 plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
-            _issue_part(accumulators, index, q, right)
-            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-            _add_dq(consumer, data, step, index, dq)
+            for lanes in with_dk:
+                _issue_part(accumulators, lanes, q, right)
+            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(with_dk))
+            _add_dq(consumer, data, index, dq, copying=1)
 
-        for index in range(len(accumulators)):
-            accumulator = plgpu.ACC((static.config.block_q, WARPGROUP_ROWS), jnp.float32)
-            pl.run_scoped(functools.partial(part, index), accumulator)
+        # dQ leaves under products for dK. There are no registers for two parts of it.
+        for index, with_dk in enumerate(((0, 1), (2,))):
+            pl.run_scoped(functools.partial(part, index, with_dk), _dq_accumulator(static))
         return _loaded(accumulators)
 
-    result = pl.run_scoped(products, *_gradient_accumulators(consumer, len(dk)))
+    result = pl.run_scoped(products, *_gradient_accumulators(static, dk))
     plgpu.barrier_arrive(barriers.q_free.at[data.stage])
     return result
 
 
-def _add_dq(consumer: Consumer, data: _Step, step: Any, index: int, dq: jax.Array) -> None:
-    """Adds 64 lanes of dQ to global memory."""
+def _issue_dq(consumer: Consumer, data: _Step, ds: Any, index: int, accumulator: Any) -> None:
+    """Issues the product of dS, in shared memory or registers, and 64 lanes of the keys."""
+    lanes = pl.ds((data.zero + index) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    plgpu.wgmma(accumulator, ds, consumer.refs.memory.k.at[:, lanes])
+
+
+def _add_dq(consumer: Consumer, data: _Step, index: int, dq: jax.Array, copying: int) -> None:
+    """Adds 64 lanes of dQ to global memory; the last ``copying`` copies are from other buffers."""
     static, refs = consumer.static, consumer.refs
-    # One buffer is that of a float32 dV.
-    buffers = refs.memory.staging.shape[0] if static.rounds_dkv else 2
-    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(copying, wait_read_only=True)
     at = TileCoordinates(consumer.work.recompute().batch, data.at.head, data.at.q_tile)
     factors = load_dq_factors(static, refs, data.zero, at)
     if factors is not None:
         dq = rounded_to_int32(dq * along_rows(factors, dq.shape), TILE)
-    buffer = data.zero + index if buffers == 3 else lax.rem(step + index, 2)
-    staging = refs.memory.staging.at[buffer]
+    staging = refs.memory.staging.at[data.zero + index]
     staging[...] = dq
     plgpu.commit_smem()
     queries = pl.ds(at.tile * static.config.block_q, static.config.block_q)
-    target = refs.results.dq.at[at.batch, queries, at.head, pl.ds(index * 64, 64)]
+    lanes = pl.ds(index * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    target = refs.results.dq.at[at.batch, queries, at.head, lanes]
     plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
 
 
@@ -267,9 +275,13 @@ def _score_accumulator(consumer: Consumer) -> Any:
     return plgpu.ACC((config.block_q, config.block_kv), jnp.float32)
 
 
-def _gradient_accumulators(consumer: Consumer, count: int) -> list[Any]:
-    shape = WARPGROUP_ROWS, consumer.static.config.block_kv
-    return [plgpu.ACC(shape, jnp.float32) for _ in range(count)]
+def _gradient_accumulators(static: BackwardStatic, gradient: Sequence[jax.Array]) -> list[Any]:
+    shape = WARPGROUP_ROWS, static.config.block_kv
+    return [plgpu.ACC(shape, jnp.float32) for _ in gradient]
+
+
+def _dq_accumulator(static: BackwardStatic) -> Any:
+    return plgpu.ACC((static.config.block_q, WARPGROUP_ROWS), jnp.float32)
 
 
 def _start(accumulators: Sequence[Any], gradient: Sequence[jax.Array]) -> None:
@@ -283,6 +295,6 @@ def _issue_part(accumulators: Sequence[Any], index: int, left: Any, right: Any) 
     plgpu.wgmma(accumulators[index], left.at[lanes], right)
 
 
-def _loaded(accumulators: Sequence[Any]) -> Gradient:
-    """A gradient, when all products have ended."""
-    return tuple(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in accumulators)
+def _loaded(accumulators: Sequence[Any], running: int = 0) -> Gradient:
+    """A gradient, when its products have ended; ``running`` later ones may still run."""
+    return tuple(plgpu.wgmma_accumulator_load(x, wait_n=running) for x in accumulators)
