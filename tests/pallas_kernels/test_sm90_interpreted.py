@@ -123,7 +123,9 @@ CASES = {
     ),
     "wide": a_case("packed_window_cap", "striped", 1, (1, 1), (72, 136), 192, "bfloat16", "slopes"),
     # dV and dK in float32, then rounded; and rounded, over several work tiles of a CTA.
-    "split": a_case("causal", "contiguous", 2, (1, 1), (72, 232), 192, "bfloat16", "none"),
+    "split": a_case(
+        "packed_window_ranges", "striped", 2, (1, 1), (72, 232), 192, "bfloat16", "none"
+    ),
     "split_tiles": a_case(
         "packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"
     ),

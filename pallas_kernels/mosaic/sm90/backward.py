@@ -45,6 +45,7 @@ from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step, split_s
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
+    SPLIT_HEAD_DIMS,
     WARPGROUP_ROWS,
     WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
@@ -99,7 +100,8 @@ def backward(
             f"{not config.wide}"
         )
     shipped = wide_backward_config(*dims).block_kv if config.wide else keys
-    if config.block_kv != shipped and not config.shares_keys:
+    splits = config.splits_gradients and dims == SPLIT_HEAD_DIMS
+    if config.block_kv != shipped and not (config.shares_keys or splits):
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
     if config.stages == 2 and not (config.wide or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")

@@ -117,6 +117,10 @@ class Consumer(NamedTuple):
         batch, tile = (work or self.work).batch, (work or self.work).tile
         first_key = tile * config.block_kv + self.static.first_key(at.warpgroup)
         by_queries = config.splits_gradients
+        if by_queries:
+            # Adds 0, which the compiler does not know. Else it would load the keys' tokens, which
+            # are columns here, before the loop, and spill them.
+            first_key = first_key + jnp.minimum(at.warpgroup, 0)
         shape = WARPGROUP_ROWS, config.block_kv if by_queries else self.static.score_queries
         return ScoreTile(
             self.static, self.refs.inputs.scores, LAYOUTS, shape,

@@ -32,8 +32,9 @@ LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
 WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
-# Keys of a tile of that step where one consumer accumulates dV and the other dK.
+# Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
 SPLIT_BLOCK_KV = 96
+SPLIT_HEAD_DIMS = 192, 192
 # Queries of a tile of scores of that step.
 WIDE_SCORE_QUERIES = 32
 # With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
@@ -265,9 +266,10 @@ def wide_backward_config(head_dim: int, value_dim: int, small: bool = False) -> 
       head_dim: H.
       value_dim: Hv.
       small: whether tiles have 64 keys instead of 96: for block-sparse masks, whose blocks 96 keys
-        are no multiple of, and for what takes registers. Consumers that start copies have none.
+        are no multiple of, and for what takes registers, like segment ids with KV bounds. Consumers
+        that start copies have none.
     """
-    if (head_dim, value_dim) == (192, 192) and moves_registers() and not small:
+    if (head_dim, value_dim) == SPLIT_HEAD_DIMS and moves_registers() and not small:
         return MosaicConfig(64, SPLIT_BLOCK_KV, 2, do_stages=1, wide=True)
     return MosaicConfig(64, 128 if (head_dim, value_dim) == (192, 128) else 64, 2, wide=True)
 

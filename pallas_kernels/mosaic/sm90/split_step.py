@@ -65,7 +65,7 @@ def _accumulate_dv(consumer: Consumer) -> None:
     static, refs, work = consumer.static, consumer.refs, consumer.work
     masked_end = work.steps_before + work.iterator.masked * static.groups
     if static.keys_are_padded:
-        # Keys past the last one are masked.
+        # So that all steps bound the weights of keys past the last one.
         masked_end = jnp.where(work.tile == static.kv_tiles - 1, consumer.end, masked_end)
     masked, full = (functools.partial(_dv_step, consumer, masked) for masked in (True, False))
     dv = _zeros(static, static.value_dim)
@@ -253,13 +253,13 @@ def _weights(
 ) -> jax.Array:
     """P, float32, from the products of queries and keys."""
     static = consumer.static
-    if masked:
-        scores = mask_scores(consumer, at, scores)
-        if static.keys_are_padded:
-            index = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=TILE)
-            count = static.kv_length - consumer.work.tile * static.config.block_kv
-            scores = jnp.where(index < count, scores, -jnp.inf)
-    return jnp.exp2(scores * static.base_2_factor - along_rows(lse, scores.shape))
+    scores = mask_scores(consumer, at, scores) if masked else scores
+    exponents = scores * static.base_2_factor - along_rows(lse, scores.shape)
+    if masked and static.keys_are_padded:
+        # Scores of keys past the last one are 0. Their products with such keys are 0, or not
+        # written, if only they are finite. A comparison of indices would take registers.
+        exponents = jnp.minimum(exponents, 1.0)
+    return jnp.exp2(exponents)
 
 
 def _row_stats(
