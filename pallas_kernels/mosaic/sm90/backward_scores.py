@@ -1,7 +1,7 @@
 """Scores of the backward kernel and their gradients.
 
 Tiles are transposed, ``[64 keys, block_q]``: the registers that hold the weights then are the left
-operand of dV's product as they are.
+operand of dV's product as they are. Those of :mod:`pallas_kernels.mosaic.sm90.split_step` are not.
 """
 
 from __future__ import annotations

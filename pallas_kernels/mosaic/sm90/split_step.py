@@ -47,8 +47,8 @@ from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
-# float32 ``[64, keys]`` each: dV or dK of a work tile, 64 lanes after the other.
-Gradient = tuple[jax.Array, ...]
+# dV or dK of a work tile, transposed: float32 ``[64, keys]`` each, 64 lanes after the other.
+type Gradient = Sequence[jax.Array]
 # Of three parts of dQ, 64 lanes each, the one that the first consumer computes.
 _LAST = 2
 
@@ -136,7 +136,7 @@ class _Step(NamedTuple):
 
 
 def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradient:
-    """Computes P, and adds to dV."""
+    """Computes P, adds to dV, and adds a third of the lanes of dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
     plgpu.barrier_wait(barriers.q_arrived.at[consumer.stage(step)])
     data = _Step.of(consumer, step)
@@ -154,6 +154,7 @@ def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradi
     pl.when(is_first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
     memory.p[data.zero] = p
     plgpu.commit_smem()
+    # Not before: a copy may overwrite lse, which this thread has read.
     plgpu.barrier_arrive(barriers.q_free.at[data.stage])
     plgpu.barrier_arrive(barriers.p_arrived.at[0])
     plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
@@ -175,7 +176,7 @@ def _dv_step(consumer: Consumer, masked: bool, step: Any, dv: Gradient) -> Gradi
 
 
 def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
-    """Computes dS, adds to dK, and adds dQ to global memory, half of the lanes after the other."""
+    """Computes dS, adds to dK, and adds the other lanes of dQ to global memory."""
     static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
     plgpu.barrier_wait(barriers.q_arrived.at[consumer.stage(step)])
     data = _Step.of(consumer, step)
@@ -209,6 +210,7 @@ def _dk_step(consumer: Consumer, step: Any, dk: Gradient) -> Gradient:
                 memory.ds[data.zero, 0] = ds
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers.ds_arrived)
+                # Not before: a copy may overwrite delta, which this thread has read.
                 plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
             for lanes in with_dk:
                 _issue_part(accumulators, lanes, q, right)
