@@ -13,9 +13,9 @@ in register order (:func:`pallas_kernels.mosaic.sm90.instructions.add_in_registe
 heads have tiles of 64 queries. There each warpgroup computes half the lanes, which TMA adds to a
 row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mosaic.sm90.dq`).
 
-A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles, in
-``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``, writes
-to global memory in ``backward_epilogue.py``.
+A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles,
+in ``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``,
+writes to global memory in ``backward_epilogue.py``.
 """
 
 from __future__ import annotations
