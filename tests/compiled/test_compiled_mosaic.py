@@ -82,9 +82,12 @@ CALLS = [
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
         {"mods": "added+mask"},
     )),
-    # Above 128: keys of their own for each consumer, then shared ones.
+    # Above 128: keys of their own for each consumer, shared ones, gradients of their own.
     ("backward", 192, LAST | {"value_dim": 128}), ("backward", 192, BOTH | {"value_dim": 128}),
     ("backward", 192, FULL), ("backward", 256, {}), ("backward", 256, FULL),
+    *(("backward", 192, options) for options in (
+        {}, LAST, LAST | SEGMENTS, LAST | SEGMENTS | RANGES,
+    )),
 ]  # fmt: skip
 
 
@@ -98,7 +101,10 @@ STACK = {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,
     },
-    ("backward", 192): {"no_carried+rounded+128": 8, "numbers+segments+128": 136},
+    ("backward", 192): {
+        "no_carried+rounded+128": 8, "numbers+segments+128": 136,
+        "no_carried+rounded+segments": 8, "no_carried+rounded+segments+ranges": 16,
+    },
     ("backward", 256): {"causal": 64, "full": 72},
 }  # fmt: skip
 

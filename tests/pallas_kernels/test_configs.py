@@ -63,12 +63,12 @@ SPEC = AttentionSpec.of
             "cluster is 2: without a producer warpgroup it must be 1",
         ),
         (
-            lambda: MosaicConfig(64, 64, 2, wide=True, late=True, producer_warpgroup=False),
-            "late is True: it needs wide, block_kv 64 and a producer warpgroup",
+            lambda: MosaicConfig(64, 96, 2, wide=True, producer_warpgroup=False),
+            "block_kv is 96: where wide is True it needs a producer warpgroup",
         ),
         (
-            lambda: MosaicConfig(64, 128, 2, wide=True, late=True),
-            "late is True: it needs wide, block_kv 64 and a producer warpgroup",
+            lambda: MosaicConfig(64, 64, 2, do_stages=1, wide=True),
+            "do_stages is 1: it must be 2 or more",
         ),
         (
             lambda: MosaicConfig(128, 64, 2, wide=True),
@@ -157,6 +157,8 @@ def test_sm90_backward_tiles_of_wide_heads_fit(monkeypatch):
         for in_fixed_point in (False, True):
             memory = BackwardMemory.of(config, dims[0], jnp.bfloat16, dims[1], in_fixed_point)
             assert memory.nbytes <= sm90.SHARED_MEMORY
+        if config.splits_gradients:
+            continue  # One consumer computes two thirds of dQ.
         # Both are tiled in swizzled memory as their products read them.
         widths = sm90.dq_widths(config, dims[0])
         assert sum(widths) == dims[0] // 2

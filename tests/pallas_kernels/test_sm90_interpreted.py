@@ -46,19 +46,18 @@ SHARED_LARGE = mosaic_sm90(
     MosaicConfig(128, 64, 3, producer_warpgroup=False),
     MosaicConfig(128, 128, 3, do_stages=2, producer_warpgroup=False),
 )
-# Head dims above 128: consumers with keys of their own, and with keys that they share, whose
-# products are late or not.
-LATENT, WIDE_DETERMINISTIC, LATE = (
+# Head dims above 128: consumers with keys of their own, and with keys that they share.
+LATENT, WIDE_DETERMINISTIC = (
     mosaic_sm90(
         MosaicConfig(128, *forward, split_softmax=True),
-        MosaicConfig(64, keys, 2, wide=True, late=late),
+        MosaicConfig(64, keys, 2, wide=True),
         deterministic,
     )
-    for forward, keys, deterministic, late in (
-        ((128, 2), 128, False, False),
-        ((96, 2), 64, True, False),
-        ((96, 2), 64, False, True),
-    )
+    for forward, keys, deterministic in (((128, 2), 128, False), ((96, 2), 64, True))
+)
+# One consumer accumulates dV, the other dK.
+SPLIT_GRADIENTS = mosaic_sm90(
+    MosaicConfig(128, 96, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True)
 )
 # The same without a producer warpgroup.
 LATENT_SHARED, WIDE_SHARED = (
@@ -123,6 +122,13 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
     ),
     "wide": a_case("packed_window_cap", "striped", 1, (1, 1), (72, 136), 192, "bfloat16", "slopes"),
+    # dV and dK in float32, then rounded; and rounded, over several work tiles of a CTA.
+    "split": a_case(
+        "packed_window_ranges", "striped", 2, (1, 1), (72, 232), 192, "bfloat16", "none"
+    ),
+    "split_tiles": a_case(
+        "packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"
+    ),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -137,7 +143,8 @@ RUNS = [
     ("documents", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
-    ("wide", LATE),
+    ("split", SPLIT_GRADIENTS),
+    ("split_tiles", SPLIT_GRADIENTS),
     ("latent", LATENT_SHARED),
     ("wide", WIDE_SHARED),
     *((name, LARGE) for name in LARGE_TILES),
@@ -151,7 +158,7 @@ RUNS = [
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions", "documents"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
-    LATE: "-late",
+    SPLIT_GRADIENTS: "-gradients",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",

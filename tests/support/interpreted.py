@@ -483,6 +483,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(_Impatient, "patience", patience),
         mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
         mock.patch.object(instructions, "store_left_operand", interpreted_rows.store_left_operand),
+        mock.patch.object(instructions, "store_transposed", interpreted_rows.store_transposed),
         mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),

@@ -32,6 +32,12 @@ def _between(scores, start, end):
     return jnp.where((column >= start[:, None]) & (column < end[:, None]), scores, -jnp.inf)
 
 
+def store_transposed(target, x, lane):
+    """Instead of :func:`instructions.store_transposed`."""
+    first, end = max(lane, 0), min(lane + x.shape[0], target.shape[1])
+    target[:, first:end] = x[first - lane : end - lane].T
+
+
 def store_left_operand(target, x):
     """A store, whose order of registers does not show here."""
     target[...] = x

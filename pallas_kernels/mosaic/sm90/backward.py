@@ -13,9 +13,9 @@ in register order (:func:`pallas_kernels.mosaic.sm90.instructions.add_in_registe
 heads have tiles of 64 queries. There each warpgroup computes half the lanes, which TMA adds to a
 row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mosaic.sm90.dq`).
 
-A consumer's loop step is in ``backward_step.py``, that of head dims above 128, with other tiles, in
-``wide_step.py``, scores and their gradients in
-``backward_scores.py``, writes to global memory in ``backward_epilogue.py``.
+A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles,
+in ``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``,
+writes to global memory in ``backward_epilogue.py``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
-from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step, wide_step
+from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step, split_step, wide_step
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
+    SPLIT_HEAD_DIMS,
     WARPGROUP_ROWS,
     WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
@@ -99,7 +100,8 @@ def backward(
             f"{not config.wide}"
         )
     shipped = wide_backward_config(*dims).block_kv if config.wide else keys
-    if config.block_kv != shipped and not config.shares_keys:
+    splits = config.splits_gradients and dims == SPLIT_HEAD_DIMS
+    if config.block_kv != shipped and not (config.shares_keys or splits):
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
     if config.stages == 2 and not (config.wide or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
@@ -228,6 +230,9 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
 
 def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """One work tile of a consumer: masked steps, full steps, then the last dQ, dK and dV."""
+    if static.config.splits_gradients:
+        split_step.run(static, refs, warpgroup, work)
+        return
     consumer = Consumer.of(static, refs, warpgroup, work)
     plgpu.barrier_wait(refs.barriers.kv_arrived)
     backward_step.wait_for_queries(consumer, work.steps_before)

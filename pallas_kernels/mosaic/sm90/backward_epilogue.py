@@ -5,6 +5,8 @@ Everything goes through shared memory, from which TMA stores it, or adds it to g
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -157,12 +159,61 @@ def write_dkv(
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """Writes dK and dV of a work tile whose keys no query attends to."""
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
+    if static.config.splits_gradients:
+        staging = refs.memory.staging
+        buffers = staging.at[2], staging.at[0]
+        if static.rounds_dkv:
+            buffers = refs.memory.p.at[0], refs.memory.ds.at[0, 0]
+        for role, target in enumerate((refs.results.dv, refs.results.dk)):
+            zeros = constant((WARPGROUP_ROWS, static.config.block_kv), 0, TILE)
+            zeros = (zeros,) * (target.shape[3] // WARPGROUP_ROWS)
+            write = functools.partial(write_transposed, static, buffers[role], at, target, zeros)
+            pl.when(warpgroup == role)(write)
+        return
     buffer = ds_buffer(static, work.steps_before)
     for target, dim in zip((refs.results.dk, refs.results.dv), static.dkv_dims, strict=True):
         for first in range(0, dim, width):
             zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
     _release_staging(static)
+
+
+def write_transposed(
+    static: BackwardStatic,
+    staging: Any,
+    at: TileCoordinates,
+    target: Any,
+    gradient: Sequence[jax.Array],
+) -> None:
+    """Writes a gradient of a work tile's keys, or adds it to global memory.
+
+    Args:
+      static: static parameters of the call.
+      staging: shared memory of 64 rows, which no product reads any more.
+      at: coordinates of the KV tile.
+      target: dK or dV.
+      gradient: float32 ``[64, keys]`` each, by lanes; scaled.
+    """
+    parts = [x.astype(static.dkv_dtype) for x in gradient]
+    if static.written_dkv_dtype != static.dkv_dtype:
+        parts = [lax.bitcast_convert_type(x, static.written_dkv_dtype) for x in parts]
+    width, count = staging.shape[1], static.config.block_kv
+    for lane in range(0, target.shape[3], width):
+        for key in range(0, count, WARPGROUP_ROWS):
+            keys = min(WARPGROUP_ROWS, count - key)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for index, part in enumerate(parts):
+                first = index * WARPGROUP_ROWS - lane
+                if -WARPGROUP_ROWS < first < width:
+                    part = part[:, key : key + keys]
+                    instructions.store_transposed(staging.at[:keys], part, first)
+            plgpu.commit_smem()
+            start = at.tile * static.config.block_kv + key
+            plgpu.copy_smem_to_gmem(
+                staging.at[:keys],
+                target.at[at.batch, pl.ds(start, keys), at.head, pl.ds(lane, width)],
+                reduction_op="add" if static.adds_dkv else None,
+            )
 
 
 def _release_staging(static: BackwardStatic) -> None:

@@ -1,7 +1,7 @@
 """Scores of the backward kernel and their gradients.
 
 Tiles are transposed, ``[64 keys, block_q]``: the registers that hold the weights then are the left
-operand of dV's product as they are.
+operand of dV's product as they are. Those of :mod:`pallas_kernels.mosaic.sm90.split_step` are not.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ class Consumer(NamedTuple):
         end = work.steps_before + work.steps
         consumer = cls(static, refs, warpgroup, work, end, RowValues(), None)
         others = static.spec.dropout is not None or static.spec.calls_functions
+        if static.config.splits_gradients:
+            # Queries are the rows there.
+            return consumer
         if not static.has_bias and not others:
             tile = consumer.tile(StepTile(warpgroup, i32(0), i32(0)))
             consumer = consumer._replace(kept=tile.keeping_rows().kept)
@@ -113,11 +116,16 @@ class Consumer(NamedTuple):
         config = self.static.config
         batch, tile = (work or self.work).batch, (work or self.work).tile
         first_key = tile * config.block_kv + self.static.first_key(at.warpgroup)
+        by_queries = config.splits_gradients
+        if by_queries:
+            # Adds 0, which the compiler does not know. Else it would load the keys' tokens, which
+            # are columns here, before the loop, and spill them.
+            first_key = first_key + jnp.minimum(at.warpgroup, 0)
+        shape = WARPGROUP_ROWS, config.block_kv if by_queries else self.static.score_queries
         return ScoreTile(
-            self.static, self.refs.inputs.scores, LAYOUTS,
-            (WARPGROUP_ROWS, self.static.score_queries),
-            batch, at.head, at.q_tile * config.block_q + at.query, first_key, transposed=True,
-            kept=self.kept,
+            self.static, self.refs.inputs.scores, LAYOUTS, shape,
+            batch, at.head, at.q_tile * config.block_q + at.query, first_key,
+            transposed=not by_queries, kept=self.kept,
         )  # fmt: skip
 
     def stage(self, step: Any) -> Any:
@@ -249,7 +257,7 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     # With a bias there are no registers to load all tokens at once if there are KV bounds or a
     # block-sparse mask.
     one_by_one = static.has_bias and (static.has_kv_bounds or static.has_block_mask)
-    one_by_one = one_by_one or static.spec.calls_functions
+    one_by_one = one_by_one or static.spec.calls_functions or static.config.splits_gradients
     q_tokens = k_tokens = TokenArrays()
     if not one_by_one:
         q_tokens, k_tokens = consumer.tile(at).tokens()

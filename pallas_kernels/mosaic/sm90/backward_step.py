@@ -107,10 +107,8 @@ class StepData(NamedTuple):
         first_key = static.first_key(warpgroup)
         if static.config.shares_keys:
             # So are addresses in memory that is the same in all steps: this is 0.
-            zero = jnp.minimum(warpgroup, 0)
-            first_key = zero * WARPGROUP_ROWS
-            if static.config.ds_buffers == 1:
-                ds = earlier_ds = zero
+            ds = earlier_ds = jnp.minimum(warpgroup, 0)
+            first_key = ds * WARPGROUP_ROWS
         keys = pl.ds(first_key, WARPGROUP_ROWS)
         return cls(stage, do_stage, ds, earlier_ds, at, keys)
 

@@ -32,6 +32,9 @@ LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
 WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
+# Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
+SPLIT_BLOCK_KV = 96
+SPLIT_HEAD_DIMS = 192, 192
 # Queries of a tile of scores of that step.
 WIDE_SCORE_QUERIES = 32
 # With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
@@ -63,10 +66,9 @@ class MosaicConfig:
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers. If not, consumers start them while their products run, and all
         warpgroups have the same number of registers; cluster must be 1.
-      wide: backward: whether a step is the one for head dims above 128
-        (:mod:`pallas_kernels.mosaic.sm90.wide_step`).
-      late: backward: whether the products that read P and dS run a step late. For equal head dims
-        up to 192, ``shares_keys``, and a producer warpgroup.
+      wide: backward: whether a step is one for head dims above 128
+        (:mod:`pallas_kernels.mosaic.sm90.wide_step`, or, with tiles of 96 keys,
+        :mod:`pallas_kernels.mosaic.sm90.split_step`).
     """
 
     block_q: int
@@ -78,7 +80,6 @@ class MosaicConfig:
     split_softmax: bool = dataclasses.field(default=False, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
     wide: bool = dataclasses.field(default=False, kw_only=True)
-    late: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name, unit in (("block_q", 64), ("block_kv", 32)):
@@ -87,7 +88,8 @@ class MosaicConfig:
                 raise ValueError(f"{name} is {size}: it must be 64 or more, a multiple of {unit}")
         for name in ("stages", "do_stages", "v_stages"):
             stages = getattr(self, name)
-            if stages is not None and stages < 2:
+            fewest = 1 if name == "do_stages" and self.splits_gradients else 2
+            if stages is not None and stages < fewest:
                 raise ValueError(f"{name} is {stages}: it must be 2 or more")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
@@ -95,8 +97,10 @@ class MosaicConfig:
             raise ValueError(
                 f"cluster is {self.cluster}: without a producer warpgroup it must be 1"
             )
-        if self.late and not (self.shares_keys and self.producer_warpgroup):
-            raise ValueError("late is True: it needs wide, block_kv 64 and a producer warpgroup")
+        if self.splits_gradients and not self.producer_warpgroup:
+            raise ValueError(
+                f"block_kv is {self.block_kv}: where wide is True it needs a producer warpgroup"
+            )
         if self.wide and self.block_q != WARPGROUP_ROWS:
             raise ValueError(
                 f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
@@ -112,25 +116,30 @@ class MosaicConfig:
 
     @property
     def shares_keys(self) -> bool:
-        """Backward: whether both consumers work on the same keys, each on half of the lanes."""
+        """Backward: whether each consumer works on half of the lanes of the same keys."""
         return self.wide and self.block_kv == WARPGROUP_ROWS
+
+    @property
+    def same_keys(self) -> bool:
+        """Backward: whether both consumers work on the same keys."""
+        return self.shares_keys or self.splits_gradients
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Backward: whether, of the same keys, one consumer accumulates dV and the other dK."""
+        return self.wide and self.block_kv == SPLIT_BLOCK_KV
 
     @property
     def ds_buffers(self) -> int:
         """Buffers for dS of the backward kernel.
 
         Either consumer warpgroup may run almost a whole step ahead of the other: with three
-        buffers, or with two and a barrier that tells when both have read one. If they share keys,
-        every step waits for both, unless products are ``late``.
+        buffers, or with two and a barrier that tells when both have read one. If they work on the
+        same keys, every step waits for both, or one consumer alone reads dS.
         """
         if self.wide:
-            return 1 if self.shares_keys and not self.late else 2
+            return 1 if self.same_keys else 2
         return 2 if self.dq_by_rows else 3
-
-    @property
-    def p_buffers(self) -> int:
-        """Buffers for P of the backward kernel if ``wide``."""
-        return 2 if self.late else 1
 
     @property
     def tiles(self) -> Tiles:
@@ -166,12 +175,11 @@ def moves_registers() -> bool:
 def for_this_jax(config: MosaicConfig) -> MosaicConfig:
     """The config without a producer warpgroup, if the installed JAX moves no registers.
 
-    Nor has it clusters: a consumer that starts copies would wait for those of another CTA. Nor are
-    products late: they would free the queries' memory too late for a copy.
+    Nor has it clusters: a consumer that starts copies would wait for those of another CTA.
     """
     if moves_registers():
         return config
-    return dataclasses.replace(config, producer_warpgroup=False, cluster=1, late=False)
+    return dataclasses.replace(config, producer_warpgroup=False, cluster=1)
 
 
 def forward_config(
@@ -248,13 +256,22 @@ def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:
     return MosaicConfig(64, 128, 3, do_stages=2)
 
 
-def wide_backward_config(head_dim: int, value_dim: int) -> MosaicConfig:
+def wide_backward_config(head_dim: int, value_dim: int, small: bool = False) -> MosaicConfig:
     """The shipped backward config of head dims above 128.
 
-    Registers hold dK and dV of 128 keys up to (192, 128), and of 64 keys up to (256, 256).
+    Registers hold dK and dV of 128 keys up to (192, 128), of 96 keys up to (192, 192), and of 64
+    keys up to (256, 256).
+
+    Args:
+      head_dim: H.
+      value_dim: Hv.
+      small: whether tiles have 64 keys instead of 96: for block-sparse masks, whose blocks 96 keys
+        are no multiple of, and for what takes registers, like segment ids with KV bounds. Consumers
+        that start copies have none.
     """
-    keys = 128 if (head_dim, value_dim) == (192, 128) else 64
-    return MosaicConfig(64, keys, 2, wide=True, late=(head_dim, value_dim) == (192, 192))
+    if (head_dim, value_dim) == SPLIT_HEAD_DIMS and moves_registers() and not small:
+        return MosaicConfig(64, SPLIT_BLOCK_KV, 2, do_stages=1, wide=True)
+    return MosaicConfig(64, 128 if (head_dim, value_dim) == (192, 128) else 64, 2, wide=True)
 
 
 def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
@@ -275,11 +292,11 @@ def backward_is_persistent(
 
     Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
     and none with a soft cap, a bias, dropout or a user function (``needs_registers``); above 128
-    only consumers that share keys, and start no copies, have any.
+    only consumers of the same keys that start no copies have any.
     """
     if config.dq_by_rows and not config.producer_warpgroup:
         return False
-    if config.wide and not (config.shares_keys and config.producer_warpgroup):
+    if config.wide and not (config.same_keys and config.producer_warpgroup):
         return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
@@ -313,7 +330,10 @@ def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
 
 def staging_lanes(config: MosaicConfig, head_dim: int, value_dim: int) -> int:
     """Lanes that leave the backward kernel's staging buffer at a time: all, if there is room."""
-    no_room = config.wide and not (config.shares_keys and head_dim == value_dim == 192)
+    if config.splits_gradients:
+        return WARPGROUP_ROWS
+    has_room = config.shares_keys and head_dim == value_dim == 192
+    no_room = config.wide and not has_room
     return 32 if no_room else head_dim // 2
 
 

@@ -40,13 +40,13 @@ def shipped_config(
     inputs: AttentionInputs, spec: AttentionSpec, deterministic: bool = False
 ) -> MosaicConfig:
     """The config of a call, with the installed JAX."""
+    blocks, small = inputs.shared.block_mask, needs_registers(spec, inputs.has_bias)
     if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
-        return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim))
-    blocks = inputs.shared.block_mask
+        small = small or blocks is not None
+        return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim, small))
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
     # of them leave none for 128 queries.
     by_arrays = inputs.has_segments or inputs.has_kv_bounds or blocks is not None
-    small = needs_registers(spec, inputs.has_bias)
     small = small or deterministic + by_arrays + (not moves_registers()) > 1
     # Tiles larger than a block of the mask would be visited for the sake of a part.
     small = small or (blocks is not None and blocks.q_run % LARGE_BLOCK_Q != 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -116,6 +117,81 @@ def _store_left_operand(_, target, x):
         utils.inline_ptx(
             "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
             llvm.ptrtoint(i32, address), *numbers, has_side_effects=True,
+        )  # fmt: skip
+
+
+def store_transposed(target: Any, x: jax.Array, lane: int) -> None:
+    """Stores the transpose of a tile, without bank conflicts.
+
+    Args:
+      target: shared memory ``[columns, lanes]``, swizzled in tiles of 32 lanes.
+      x: ``[64, columns]`` of 16 or 32 bits, in the layout :data:`TILE`.
+      lane: of the first row, a multiple of 32. Rows that are no lane of the target are not stored.
+    """
+    transforms = plgpu.RefType(matrix_transforms(32, jnp.dtype(x.dtype).itemsize))
+    store = functools.partial(_store_transposed, lane)
+    plgpu.inline_mgpu(arg_types=(transforms, TILE))(store)(target, x)
+
+
+def _store_transposed(lane, _, target, x):
+    i32, tiles = ir.IntegerType.get_signless(32), ir.MemRefType(target.type)
+    # Of tiles of 8 rows and 32 lanes. A warp holds 16 rows of x, half of the lanes of a tile.
+    row_stride, lane_stride, *_ = tiles.get_strides_and_offset()[0]
+    thread = arith.remui(utils.thread_idx(), utils.c(_WARP_THREADS, i32))
+    warp = arith.remui(utils.warp_idx(sync=False), utils.c(_WARPS, i32))
+    tile = arith.addi(arith.shrui(warp, utils.c(1, i32)), utils.c(lane // 32, i32))
+    start = arith.muli(tile, utils.c(lane_stride, i32))
+    half = arith.andi(warp, utils.c(1, i32))
+    # [groups of 8 columns, 2]: registers of two columns in two rows that are 8 apart.
+    registers = x.registers.reshape(-1, 2)
+    store = (
+        _store_halves_transposed if utils.bitwidth(x.mlir_dtype) == 16 else _store_words_transposed
+    )
+    # Unsigned: no negative tile either.
+    inside = arith.cmpi(arith.CmpIPredicate.ult, tile, utils.c(tiles.shape[1], i32))
+    with utils.when(inside):
+        store(utils.memref_ptr(target), start, row_stride, thread, half, registers)
+
+
+def _store_words_transposed(base, start, row_stride, thread, half, registers):
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.addi(arith.muli(half, utils.c(16, i32)), arith.shrui(thread, utils.c(2, i32)))
+    pair = arith.muli(arith.andi(thread, utils.c(3, i32)), utils.c(2, i32))
+    for i, part in itertools.product(range(2), range(2)):
+        row = arith.addi(pair, utils.c(i, i32))
+        # Each row of a tile has its groups of 4 lanes in another order.
+        place = arith.addi(lane, utils.c(8 * part, i32))
+        place = arith.xori(place, arith.muli(row, utils.c(4, i32)))
+        place = arith.addi(place, arith.muli(row, utils.c(32, i32)))
+        place = arith.addi(place, start)
+        for group, register in enumerate(registers[:, part]):
+            number = vector.extract(register, dynamic_position=[], static_position=[i])
+            at = arith.addi(place, utils.c(row_stride * group, i32))
+            llvm.store(number, utils.getelementptr(base, [at], number.type))
+
+
+def _store_halves_transposed(base, start, row_stride, thread, half, registers):
+    i32 = ir.IntegerType.get_signless(32)
+    one, dtype = ir.VectorType.get((1,), i32), ir.VectorType(registers[0, 0].type).element_type
+    # A thread gives the address of 8 lanes of a row: of 8 rows, of the next 8 lanes, and of the
+    # next 8 rows.
+    row, matrix = arith.andi(thread, utils.c(7, i32)), arith.shrui(thread, utils.c(3, i32))
+    lanes = arith.addi(arith.muli(half, utils.c(2, i32)), arith.andi(matrix, utils.c(1, i32)))
+    # Every other row of a tile has its groups of 8 lanes in another order.
+    lanes = arith.xori(lanes, arith.shrui(row, utils.c(1, i32)))
+    place = arith.addi(arith.muli(row, utils.c(32, i32)), arith.muli(lanes, utils.c(8, i32)))
+    group = arith.muli(arith.shrui(matrix, utils.c(1, i32)), utils.c(row_stride, i32))
+    place = arith.addi(arith.addi(place, group), start)
+    for index in range(0, len(registers), 2):
+        numbers = [
+            vector.extract(vector.bitcast(one, x), dynamic_position=[], static_position=[0])
+            for x in registers[index : index + 2].flat
+        ]
+        at = arith.addi(place, utils.c(row_stride * index, i32))
+        utils.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+            llvm.ptrtoint(i32, utils.getelementptr(base, [at], dtype)), *numbers,
+            has_side_effects=True,
         )  # fmt: skip
 
 

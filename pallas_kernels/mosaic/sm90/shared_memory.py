@@ -173,11 +173,13 @@ class BackwardMemory(NamedTuple):
       q: ``[stages, block_q, H]``.
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
-      ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product.
-      p: ``[p_buffers, block_kv, block_q]``, weights for dV's product if ``wide``; else None.
+      ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product. If
+        ``splits_gradients``, ``[1, 1, block_q, block_kv]`` for dK's.
+      p: ``[1, block_kv, block_q]``, weights for dV's product if ``wide``; else None. Transposed if
+        ``splits_gradients``.
       staging: float32 ``[2, block_q, staging_lanes]``, by consumer warpgroup: gradients on their
         way to global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes
-        no notice of the shape.
+        no notice of the shape. If ``splits_gradients``, three buffers that take turns.
       barriers: all barriers (:class:`BackwardBarriers`).
     """
 
@@ -219,18 +221,22 @@ class BackwardMemory(NamedTuple):
         if config.wide:
             # P and dS are written for some of the queries at a time.
             lanes = value_lanes = WIDE_SCORE_QUERIES
-            p = _matrix((config.p_buffers, block_kv, block_q), dtype, lanes=lanes)
-        q_parts = block_q // WARPGROUP_ROWS
+            p = _matrix((1, block_kv, block_q), dtype, lanes=lanes)
+        ds_shape = config.ds_buffers, block_q // WARPGROUP_ROWS, block_kv, WARPGROUP_ROWS
+        buffers = BACKWARD_WARPGROUPS
+        if config.splits_gradients:
+            p = _matrix((1, block_q, block_kv), dtype, lanes=lanes)
+            ds_shape, buffers = (1, 1, block_q, block_kv), 3
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
             v=_matrix((block_kv, value_dim), dtype, lanes=value_lanes),
             q=_matrix((scratch.stages, block_q, head_dim), dtype, lanes=lanes),
             do=_matrix((scratch.do_stages, block_q, value_dim), dtype, lanes=value_lanes),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
-            ds=_matrix((config.ds_buffers, q_parts, block_kv, WARPGROUP_ROWS), dtype, lanes=lanes),
+            ds=_matrix(ds_shape, dtype, lanes=lanes),
             p=p,
             staging=_matrix(
-                (BACKWARD_WARPGROUPS, block_q, staging_lanes(config, head_dim, value_dim)),
+                (buffers, block_q, staging_lanes(config, head_dim, value_dim)),
                 jnp.int32 if in_fixed_point else jnp.float32,
             ),
             # Two arrivals each: two copies, or both consumer warpgroups.
@@ -264,6 +270,7 @@ class BackwardBarriers(NamedTuple):
       slot_free: by slot of the tile scheduler.
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
         one.
+      p_arrived: one consumer has written a step's P for the other, if ``splits_gradients``.
     """
 
     kv_arrived: Any
@@ -276,13 +283,16 @@ class BackwardBarriers(NamedTuple):
     slot_fetched: Any
     slot_free: Any
     ds_free: Any
+    p_arrived: Any
 
     @classmethod
     def counts(cls, config: MosaicConfig) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers < 3))
+        splits = config.splits_gradients
+        ds_free = config.ds_buffers < 3 and not splits
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(ds_free), int(splits))
 
     @classmethod
     def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:

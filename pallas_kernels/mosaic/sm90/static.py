@@ -232,12 +232,15 @@ class BackwardStatic(Sm90Static):
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
         inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
-        user function lack registers for it. Consumers that share keys have one buffer for both.
+        user function lack registers for it. Consumers that share keys have one buffer for both,
+        those that split gradients one each.
         """
         if not self.rounds_dkv:
             return True
         if self.config.shares_keys:
             return False
+        if self.config.splits_gradients:
+            return self.dkv_dtype == self.dtype
         fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
         return self.dkv_dtype == self.dtype and fit and not self.needs_registers
 
@@ -368,7 +371,7 @@ class BackwardStatic(Sm90Static):
 
     def first_key(self, warpgroup: Any) -> Any:
         """A warpgroup's first key in the work tile."""
-        return 0 if self.config.shares_keys else warpgroup * WARPGROUP_ROWS
+        return 0 if self.config.same_keys else warpgroup * WARPGROUP_ROWS
 
     def first_lane(self, warpgroup: Any) -> Any:
         """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""

@@ -10,8 +10,8 @@ time, and dQ some lanes at a time. Two forms, by the tiles:
 - 64 keys, up to (256, 256): both consumers work on the same keys. Each computes the scores of half
   of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in shared
   memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
-  At (192, 192) there is memory for two buffers of P and dS, and all of a step's products that read
-  them run in the next step, under its exponentials. A work tile's first step multiplies zeros.
+  At (192, 192) it serves the calls for which :mod:`pallas_kernels.mosaic.sm90.split_step` has no
+  registers.
 
 Without a producer warpgroup a step starts the copies of the next one under its first products: the
 step before has read the memory.
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.fragments import constant, optimization_barrier
+from pallas_kernels.mosaic.fragments import optimization_barrier
 from pallas_kernels.mosaic.sm90.backward_epilogue import add_dq, ds_buffer, load_dq_factors
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer
 from pallas_kernels.mosaic.sm90.backward_step import (
@@ -41,7 +41,6 @@ from pallas_kernels.mosaic.sm90.backward_step import (
     weights_and_gradients,
 )
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, WIDE_SCORE_QUERIES
-from pallas_kernels.mosaic.sm90.instructions import TILE
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 
@@ -54,8 +53,6 @@ def step(
 ) -> State:
     """See :func:`pallas_kernels.mosaic.sm90.backward_step.step`."""
     config = consumer.static.config
-    if config.late:
-        return _late_step(consumer, masked, step, state)
     form = _step_with_shared_keys if config.shares_keys else _step_with_own_keys
     state = form(consumer, masked, functools.partial(copy_ahead, step, True), step, state)
     if not config.producer_warpgroup:
@@ -222,100 +219,6 @@ def _exchange_and_add(
     return pl.run_scoped(products, *_dkv_accumulators(consumer))
 
 
-def _late_step(consumer: Consumer, masked: bool, step: Any, state: State) -> State:
-    data = StepData.of(consumer, step)
-    data = data._replace(at=data.at._replace(query=data.at.warpgroup * WIDE_SCORE_QUERIES))
-    pl.when(state.q_tile < 0)(lambda: _write_no_weights(consumer, step, data))
-    earlier = _EarlierStep.of(consumer, data.earlier_ds, step, state)
-
-    def products(dv_acc, dk_acc, dq_acc):
-        dv_acc[...] = state.dv
-        dk_acc[...] = state.dk
-
-        def issue():
-            earlier.issue_dkv(dk_acc, dv_acc)
-            earlier.dq.issue(0, dq_acc)
-
-        weights = weights_and_gradients(consumer, masked, step, data, issue, running=3, last=False)
-        dk, dv = earlier.finish_dkv(dk_acc, dv_acc, running=1)
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-        _write_weights(consumer, data, data.ds, weights)
-        earlier.dq.add_loaded(0, dq)
-        return dk, dv
-
-    (dq_acc,) = earlier.dq.accumulators()
-    dk, dv = pl.run_scoped(products, *_dkv_accumulators(consumer), dq_acc)
-    wait_for_queries(consumer, step + 1)
-    return State(dk, dv, data.at.q_tile, data.at.head)
-
-
-def _write_no_weights(consumer: Consumer, step: Any, data: StepData) -> None:
-    """Zeros for the products of a work tile's first step, before which there is none."""
-    # Products of the previous work tile's last step read it.
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(consumer.refs.barriers.ds_free.at[0]))
-    zeros = constant((WARPGROUP_ROWS, WIDE_SCORE_QUERIES), 0, TILE).astype(consumer.static.dtype)
-    _write_weights(consumer, data, data.earlier_ds, (zeros, zeros))
-
-
-def _write_weights(
-    consumer: Consumer, data: StepData, buffer: Any, weights: tuple[jax.Array, jax.Array]
-) -> None:
-    """Writes a consumer's part of ``(P, dS)`` for both."""
-    memory, queries = consumer.refs.memory, pl.ds(data.at.query, WIDE_SCORE_QUERIES)
-    memory.p[buffer, :, queries], memory.ds[buffer, 0, :, queries] = weights
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(consumer.refs.barriers.ds_arrived)
-
-
-class _EarlierStep(NamedTuple):
-    """The step whose P and dS a step's products read, where consumers share keys.
-
-    Attributes:
-      consumer: the keys.
-      exists: whether there is one; if not, its P and dS are zeros.
-      buffer: of its P and dS.
-      stage: of its queries; of the step's own if there is none.
-      do_stage: the same of its dO.
-      dq: a warpgroup's part of its dQ.
-    """
-
-    consumer: Consumer
-    exists: Any
-    buffer: Any
-    stage: Any
-    do_stage: Any
-    dq: _Dq
-
-    @classmethod
-    def of(cls, consumer: Consumer, buffer: Any, step: Any, state: State) -> _EarlierStep:
-        """The one before ``step``, whose P and dS are in a buffer."""
-        exists = state.q_tile >= 0
-        before = jnp.where(exists, step - 1, step)
-        stages = consumer.stage(before), consumer.do_stage(before)
-        return cls(consumer, exists, buffer, *stages, _Dq.of(consumer, state, buffer))
-
-    def issue_dkv(self, dk_acc: Any, dv_acc: Any) -> None:
-        """Issues the products of both consumers' P and dS that are added to dK and dV."""
-        consumer, memory = self.consumer, self.consumer.refs.memory
-        plgpu.barrier_wait(consumer.refs.barriers.ds_arrived)
-        warpgroup = optimization_barrier(consumer.warpgroup)
-        dk_lanes, dv_lanes = (pl.ds(warpgroup * lanes, lanes) for lanes in consumer.static.dkv_dims)
-        plgpu.wgmma(dk_acc, memory.ds.at[self.buffer, 0], memory.q.at[self.stage, :, dk_lanes])
-        plgpu.wgmma(dv_acc, memory.p.at[self.buffer], memory.do.at[self.do_stage, :, dv_lanes])
-
-    def finish_dkv(self, dk_acc: Any, dv_acc: Any, running: int) -> tuple[jax.Array, jax.Array]:
-        """Waits for dK and dV, in this order, and releases the queries and dO.
-
-        ``running`` products that were issued later may still be running.
-        """
-        barriers = self.consumer.refs.barriers
-        dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=running + 1)
-        pl.when(self.exists)(lambda: plgpu.barrier_arrive(barriers.q_free.at[self.stage]))
-        dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=running)
-        pl.when(self.exists)(lambda: plgpu.barrier_arrive(barriers.do_free.at[self.do_stage]))
-        return dk, dv
-
-
 def _dkv_accumulators(consumer: Consumer) -> tuple[Any, Any]:
     """Of a consumer's parts of dV and of dK."""
     dk_lanes, dv_lanes = consumer.static.dkv_dims
@@ -382,8 +285,6 @@ class _Dq:
 def finish(consumer: Consumer, state: State) -> State:
     """Ends the work tile's last step: adds what no further step computes."""
     config, barriers = consumer.static.config, consumer.refs.barriers
-    if config.late:
-        return _finish_late(consumer, state)
     if not config.shares_keys:
         plgpu.barrier_wait(barriers.ds_arrived)
         # The last step's products have read the buffer to which dK and dV may go.
@@ -394,20 +295,3 @@ def finish(consumer: Consumer, state: State) -> State:
     if not config.shares_keys:
         arrive_ds_free(consumer)
     return state
-
-
-def _finish_late(consumer: Consumer, state: State) -> State:
-    step = consumer.end
-    earlier = _EarlierStep.of(consumer, ds_buffer(consumer.static, step - 1), step, state)
-
-    def products(dv_acc, dk_acc):
-        dv_acc[...] = state.dv
-        dk_acc[...] = state.dk
-        earlier.issue_dkv(dk_acc, dv_acc)
-        return earlier.finish_dkv(dk_acc, dv_acc, running=0)
-
-    dk, dv = pl.run_scoped(products, *_dkv_accumulators(consumer))
-    for index, accumulator in enumerate(earlier.dq.accumulators()):
-        pl.run_scoped(functools.partial(earlier.dq.compute, index), accumulator)
-    arrive_ds_free(consumer)
-    return state._replace(dk=dk, dv=dv)
