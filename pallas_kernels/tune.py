@@ -102,9 +102,10 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
                 yield config
         return
     if max(head_dim, value_dim) > WIDEST_NARROW_HEAD_DIM:
-        shipped = wide_backward_config(head_dim, value_dim).block_kv
-        for block_kv, stages in itertools.product({64, shipped}, (2, 3)):
-            config = mosaic_config(64, block_kv, stages, wide=True)
+        shipped = wide_backward_config(head_dim, value_dim)
+        tiles = {(64, None), (shipped.block_kv, shipped.do_stages)}
+        for (block_kv, do_stages), stages in itertools.product(tiles, (2, 3)):
+            config = mosaic_config(64, block_kv, stages, do_stages, wide=True)
             if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
                 yield config
         return

@@ -33,7 +33,7 @@ def test_spaces_hold_what_ships():
         for kernel in ("forward", "backward"):
             config = getattr(sm80, f"{kernel}_config")(*dims)
             assert tune.as_entry(config) in entries(tune.sm80_space(kernel, *dims))
-    for dims in ((32, 32), (64, 256), (128, 128), (192, 128)):
+    for dims in ((32, 32), (64, 256), (128, 128), (192, 128), (192, 192)):
         for kernel in ("forward", "backward"):
             if kernel == "forward" or max(dims) <= 128:
                 config = getattr(mosaic_configs, f"{kernel}_config")(max(dims))

@@ -135,7 +135,7 @@ class MosaicConfig:
 
         Either consumer warpgroup may run almost a whole step ahead of the other: with three
         buffers, or with two and a barrier that tells when both have read one. If they work on the
-        same keys, every step waits for both, or one consumer alone reads dS.
+        same keys, every step waits for both.
         """
         if self.wide:
             return 1 if self.same_keys else 2
@@ -265,9 +265,9 @@ def wide_backward_config(head_dim: int, value_dim: int, small: bool = False) -> 
     Args:
       head_dim: H.
       value_dim: Hv.
-      small: whether tiles have 64 keys instead of 96: for block-sparse masks, whose blocks 96 keys
-        are no multiple of, and for what takes registers, like segment ids with KV bounds. Consumers
-        that start copies have none.
+      small: whether tiles have 64 keys instead of 96: for block-sparse masks, whose entries are for
+        64 keys, and for dropout, a soft cap, a bias or a user function, which take registers. So do
+        copies that consumers start.
     """
     if (head_dim, value_dim) == SPLIT_HEAD_DIMS and moves_registers() and not small:
         return MosaicConfig(64, SPLIT_BLOCK_KV, 2, do_stages=1, wide=True)
