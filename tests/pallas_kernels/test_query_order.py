@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.sm90 import query_order
+from pallas_kernels import AttentionSpec
+from pallas_kernels.inputs import AttentionInputs, KVSide, QuerySide
+from pallas_kernels.mosaic.sm90 import dq, query_order
+from pallas_kernels.mosaic.sm90.configs import backward_config
 
 
 @pytest.mark.parametrize("groups", [2, 3, 8, 300])
@@ -37,3 +43,30 @@ def test_chunks_come_from_the_last_to_the_first_and_start_apart(monkeypatch):
         assert set(long[first : first + 12]) == set(short[first : first + 12])
     # What is left, from its first step on if the work tile would start past its end.
     assert short[24:] == [(13, 0), (13, 1), (12, 0), (12, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "length", "dim", "mask", "segments", "chunks"),
+    [
+        (8, 32768, 128, {"right": 0}, False, True),
+        (8, 16384, 128, {"right": 0}, False, False),
+        (32, 32768, 128, {"right": 0}, False, False),
+        (8, 32768, 64, {"right": 0}, False, False),
+        (8, 32768, 128, {}, False, False),
+        (8, 32768, 128, {"left": 4095, "right": 0}, False, False),
+        (8, 32768, 128, {"right": 0}, True, False),
+    ],
+)
+def test_chunks_are_for_long_causal_calls_with_shared_heads(
+    kv_heads, length, dim, mask, segments, chunks
+):
+    def heads(count) -> Any:
+        return jax.ShapeDtypeStruct((1, length, count, dim), jnp.bfloat16)
+
+    positions: Any = jax.ShapeDtypeStruct((length,), jnp.int32)
+    ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    keys = KVSide(heads(kv_heads), heads(kv_heads), positions, ids)
+    inputs = AttentionInputs(QuerySide(heads(32), positions, ids), keys)
+    spec = AttentionSpec.of(0.1, **mask)
+    static = dq.backward_static(inputs, spec, backward_config(dim))
+    assert static.visits_chunks == chunks

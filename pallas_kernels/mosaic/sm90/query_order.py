@@ -53,7 +53,7 @@ def tile_and_head(
 def _in_chunks(static: BackwardStatic, work: WorkTile, step: Any) -> tuple[Any, Any]:
     """:func:`tile_and_head` where full tiles are visited by chunks, from the last to the first.
 
-    Under a causal mask all work tiles end with the same queries, but have different numbers of them.
+    Under a causal mask all work tiles end with the same queries, but differ in how many they visit.
     If each visited all queries of one head first, CTAs that run at the same time would soon read
     different heads. With chunks they mostly read the same part of all heads.
     """
