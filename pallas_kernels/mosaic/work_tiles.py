@@ -99,6 +99,11 @@ class WorkTiles:
         return few if few == many or steps(few) <= (1 + _MAX_TAIL) * steps(many) else many
 
     @property
+    def exceeds_cache(self) -> bool:
+        """Whether the tiles of one head share more than a group may use of the L2 cache."""
+        return self.shared_bytes > _L2_BYTES
+
+    @property
     def large_group_heads(self) -> int:
         """Heads per group where every work tile reads at most 1 / _LOCAL of the other side."""
         few, heads = self.group_heads, self.batch * self.heads

@@ -10,6 +10,7 @@ import pytest
 from compiled_calls import compile_call, compile_grouped
 
 from pallas_kernels import mosaic_sm90
+from pallas_kernels.mosaic import work_tiles
 from pallas_kernels.mosaic.sm90 import configs, row_intervals
 from pallas_kernels.mosaic.sm90 import grouped as grouped_sm90
 from pallas_kernels.mosaic.sm90.configs import (
@@ -140,6 +141,17 @@ def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options
     assert len(seen.kernels) == 1
     assert seen.stack <= most_stack
     assert seen.spills <= 2 * most_stack
+    assert not seen.serialized
+
+
+@hopper_kernels
+@pytest.mark.parametrize("options", [LAST, LAST | {"deterministic": True}, PARAMETERS], ids=call_id)
+def test_chunks_of_queries_take_no_registers(monkeypatch, report, options):
+    """As where the queries of one head do not fit in the L2 cache."""
+    monkeypatch.setattr(work_tiles, "_L2_BYTES", 1)
+    seen = report("backward", 128, **options)
+    assert len(seen.kernels) == 1
+    assert seen.stack <= 24
     assert not seen.serialized
 
 

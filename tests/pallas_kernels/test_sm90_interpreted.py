@@ -20,7 +20,7 @@ from local_cases import attend
 
 from pallas_kernels import REFERENCE, mosaic_sm90
 from pallas_kernels.mosaic import work_tiles
-from pallas_kernels.mosaic.sm90 import row_intervals, shared_memory
+from pallas_kernels.mosaic.sm90 import query_order, row_intervals, shared_memory
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import TileScheduler
@@ -347,6 +347,17 @@ def test_clusters_share_kv_tiles(monkeypatch):
         seen = np.isfinite(y)
         np.testing.assert_array_equal(np.isfinite(x), seen)
         assert compare.errors(x[seen], y[seen])[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+@needs_interpreter
+@slow
+def test_queries_of_shared_heads_are_visited_by_chunks(monkeypatch):
+    """As where the queries of one head do not fit in the L2 cache."""
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
+    monkeypatch.setattr(work_tiles, "_L2_BYTES", 1)
+    monkeypatch.setattr(query_order, "_CHUNK_STEPS", 6)
+    inputs = inputs_of({**CASES["late"], "lengths": (392, 197)})
+    compare.assert_exact(interpret_all(inputs), inputs.reference, "bfloat16")
 
 
 @needs_interpreter

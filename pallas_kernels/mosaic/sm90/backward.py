@@ -41,7 +41,13 @@ from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
-from pallas_kernels.mosaic.sm90 import backward_epilogue, backward_step, split_step, wide_step
+from pallas_kernels.mosaic.sm90 import (
+    backward_epilogue,
+    backward_step,
+    query_order,
+    split_step,
+    wide_step,
+)
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
@@ -284,7 +290,7 @@ def _produce(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None
 
     @pl.loop(i32(0), work.steps)
     def _(step):
-        tile_and_head = _tile_and_head(static, work, step)
+        tile_and_head = query_order.tile_and_head(static, work, step)
         _copy_queries(static, refs, work, step, tile_and_head)
         _copy_do(static, refs, work, step, tile_and_head)
 
@@ -301,8 +307,8 @@ def _producer(
     def copy(start, counts, at, step, masked):
         following = None
         if counts and not masked:
-            following = _following_tile_and_head(static, refs, at, step)
-        tile_and_head = following or _tile_and_head(static, at, step, masked)
+            following = query_order.following_tile_and_head(static, refs, at, step)
+        tile_and_head = following or query_order.tile_and_head(static, at, step, masked)
         start(static, refs, at, step, tile_and_head)
 
     def copy_following_do(step, masked):
@@ -379,54 +385,6 @@ def _lse(static: BackwardStatic, lse: Any, work: WorkTile, step: Any) -> Any:
     if not static.bias_is_affine:
         return lse
     return lse.at[(step >= work.iterator.masked * static.groups).astype(jnp.int32)]
-
-
-def _tile_and_head(
-    static: BackwardStatic, work: WorkTile, step: Any, masked: bool = True
-) -> tuple[Any, Any]:
-    """The query tile and the query head of a step.
-
-    Tiles that need a mask come first, for all heads, then the others. In both groups heads vary
-    slowest: CTAs that run at the same time then mostly read one head's queries, which fit in the L2
-    cache.
-    """
-    iterator, groups = work.iterator, static.groups
-    if groups == 1:
-        return iterator.tile(step, masked), work.head
-    if not masked:
-        tiles = jnp.maximum(iterator.full, 1)
-        step = step - iterator.masked * groups
-        group = _divide(step, tiles)
-        step = step - group * tiles + iterator.masked
-        return iterator.tile(step, masked), work.head * groups + group
-    masked_steps = iterator.masked * groups
-    in_masked = step < masked_steps
-    tiles = jnp.where(in_masked, iterator.masked, iterator.total - iterator.masked)
-    tiles = jnp.maximum(tiles, 1)
-    step = jnp.where(in_masked, step, step - masked_steps)
-    group = lax.div(step, tiles)
-    step = lax.rem(step, tiles) + jnp.where(in_masked, 0, iterator.masked)
-    return iterator.tile(step), work.head * groups + group
-
-
-def _following_tile_and_head(
-    static: BackwardStatic, refs: BackwardRefs, work: WorkTile, step: Any
-) -> tuple[Any, Any] | None:
-    """:func:`_tile_and_head` from the step before, by counting; neither step needs a mask.
-
-    The warpgroup must have started the copy of that step's queries, or waited for it. None for a
-    block-sparse mask.
-    """
-    stage = lax.rem(work.steps_before + step - 1, i32(static.stages))
-    tile, head = read_tile_and_head(static, refs.memory.scratch, stage)
-    following = work.iterator.next_full(tile)
-    return following and (following[0], head + following[1])
-
-
-def _divide(x: Any, y: Any) -> Any:
-    """``x / y``, rounded down, for 0 <= x < 2^21 and y > 0, in a few instructions."""
-    quotient = (x.astype(jnp.float32) + 0.5) / y.astype(jnp.float32)
-    return quotient.astype(jnp.int32)
 
 
 def _free_stage(work: WorkTile, step: Any, stages: int, free: Any) -> Any:

@@ -296,6 +296,22 @@ class BackwardStatic(Sm90Static):
         return inline and not wide and self.do_stages == 2 and self.groups > 1
 
     @property
+    def visits_chunks(self) -> bool:
+        """Whether full query tiles are visited by chunks (:mod:`.query_order`).
+
+        They are for a causal mask without a window, where key heads are shared, and the queries, dO
+        and dQ of one head do not fit in the L2 cache. Where they do, or where a window limits what
+        CTAs read at the same time, visiting one head after the other takes less of the cache.
+        Consumers that start copies find the next tile by counting. Not measured for head dims up to
+        96 and above 128, nor with masks by arrays.
+        """
+        is_causal = self.mask.right is not None and self.mask.left is None
+        narrow = max(self.head_dim, self.value_dim) <= 96
+        measured = not (narrow or self.config.wide or self.masks_by_arrays)
+        may_visit = measured and self.config.producer_warpgroup and self.groups > 1
+        return may_visit and is_causal and self.work_tiles.exceeds_cache
+
+    @property
     def waits_early(self) -> bool:
         """Whether a step waits for the next queries while its scores are computed."""
         return self.exchanges_late or (self.do_follows_queries and self.config.dq_by_rows)
