@@ -119,6 +119,10 @@ CASES = {
     "documents": a_case(
         "packed_causal", "contiguous", 2, (2, 1), (264, 200), 64, "bfloat16", "none"
     ),
+    # So have some warpgroups' keys in the backward.
+    "documents_128": a_case(
+        "packed_causal", "contiguous", 1, (2, 1), (264, 200), 128, "bfloat16", "none"
+    ),
     "latent": a_case(
         "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
     ),
@@ -135,6 +139,7 @@ RUNS = [
     ("functions", KERNELS),
     ("late", KERNELS),
     ("documents", KERNELS),
+    ("documents_128", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("wide", LATE),

@@ -199,6 +199,7 @@ class BackwardMemory(NamedTuple):
         dtype: DTypeLike,
         value_dim: int | None = None,
         in_fixed_point: bool = False,
+        stages_dv_in_values: bool = False,
     ) -> BackwardMemory:
         """Descriptions.
 
@@ -208,6 +209,7 @@ class BackwardMemory(NamedTuple):
           dtype: of the inputs.
           value_dim: Hv; None is H.
           in_fixed_point: whether dQ is accumulated in fixed point.
+          stages_dv_in_values: whether dV leaves through the memory of the values.
         """
         value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
@@ -236,7 +238,7 @@ class BackwardMemory(NamedTuple):
             # Two arrivals each: two copies, or both consumer warpgroups.
             barriers=plgpu.Barrier(
                 num_arrivals=BACKWARD_WARPGROUPS,
-                num_barriers=sum(BackwardBarriers.counts(config)),
+                num_barriers=sum(BackwardBarriers.counts(config, stages_dv_in_values)),
             ),
         )
 
@@ -264,6 +266,7 @@ class BackwardBarriers(NamedTuple):
       slot_free: by slot of the tile scheduler.
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
         one.
+      v_free: if dV leaves through the memory of the values, it has left.
     """
 
     kv_arrived: Any
@@ -276,18 +279,20 @@ class BackwardBarriers(NamedTuple):
     slot_fetched: Any
     slot_free: Any
     ds_free: Any
+    v_free: Any
 
     @classmethod
-    def counts(cls, config: MosaicConfig) -> BackwardBarriers:
+    def counts(cls, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(config.ds_buffers < 3))
+        others = int(config.ds_buffers < 3), int(stages_dv_in_values)
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, *others)
 
     @classmethod
-    def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:
+    def split(cls, array: Any, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
         """References to the barriers of each kind, from a reference to all of them."""
-        counts = cls.counts(config)
+        counts = cls.counts(config, stages_dv_in_values)
         ranges = [_BarrierRange(array, sum(counts[:i])) for i in range(len(counts))]
         return cls(*(single.at[0] for single in ranges[:3]), *ranges[3:])
 
