@@ -92,6 +92,10 @@ def key_bounds(
       else 1. With a block-sparse mask lists, int32 ``[R, K or 1, KV tiles, 2 + query tiles]``, of
       the tiles that any query head of the key/value head visits.
     """
+    if block_mask is None and mask.mask_mod is None and not query.kv_bounds:
+        # Reductions over columns would be more kernels than those over rows.
+        sides = _summary(kv, tiles.block_kv), _summary(query, tiles.block_q)
+        return _ranges(*mask.exchanged.tiles(*sides))
     possible, full = _tiles(mask, query, kv, tiles, block_mask)
     possible, full = possible.swapaxes(-1, -2), full.swapaxes(-1, -2)
     if block_mask is None:

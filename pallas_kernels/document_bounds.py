@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.bounds import joint_reduction, tile_segments
+from pallas_kernels.bounds import joint_reduction, module_of, tile_segments
 from pallas_kernels.inputs import KVSide, QuerySide
 from pallas_kernels.mask import Mask
 
@@ -60,35 +60,33 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     length, keys = query.segment_ids.shape[1], kv.segment_ids.shape[1]
     count = -(-length // (block * parts)) * parts
     only = tile_segments(query.segment_ids, count, block)["segment"]
-    index = jnp.arange(keys, dtype=jnp.int32)
-    same = only[:, :, None] == kv.segment_ids[:, None, :]
-    parts_of_keys = [
-        (lax.min, keys, jnp.where(same, index, keys)),
-        (lax.max, 0, jnp.where(same, index + 1, 0)),
-        (lax.add, 0, same.astype(jnp.int32)),
-    ]
-    step: Any = jnp.int32(1)
+    index = np.arange(keys, dtype=np.int32)
+    same = _all_ones_where_equal(only[:, :, None], kv.segment_ids[:, None, :])
+
+    def of_document(x: Any, otherwise: int) -> jax.Array:
+        return (same & x) | (~same & np.int32(otherwise))
+
+    step: Any = np.int32(1)
+    offset: Any = np.zeros(keys, np.int32)
     if mask.reads_positions:
         assert kv.positions is not None
         if keys > 1:
             step = kv.positions[1] - kv.positions[0]
         # Equal where positions grow by ``step``. Sums that overflow wrap, which changes nothing.
         offset = kv.positions - step * index
-        parts_of_keys += [
-            (lax.min, _INT32.max, jnp.where(same, offset, _INT32.max)),
-            (lax.max, _INT32.min, jnp.where(same, offset, _INT32.min)),
-        ]
-    start, end, tokens, *offsets = joint_reduction(*parts_of_keys)
+    start, end, tokens = joint_reduction(
+        (lax.min, keys, of_document(index, keys)),
+        (lax.max, 0, of_document(index + np.int32(1), 0)),
+        (lax.add, 0, of_document(_not_after_jump(kv.segment_ids, offset), 0)),
+    )
     start = jnp.minimum(start, end)
     is_interval = (only != 0) & (tokens == end - start)
     first_start, first_end = jnp.int32(-_FAR), jnp.int32(_FAR)
     if mask.reads_positions:
-        low, high = offsets
-        is_interval &= (low == high) | (tokens == 0)
         steady, position = _steps(query.positions, step, count, block)
         is_interval &= steady[None]
         # Position of the part's first query minus that of the document's first key.
-        first = position - (low + step * start)
+        first = position - (jnp.take(offset, start, mode="clip") + step * start)
         # The windows are cut off where their sums with positions would overflow.
         step = jnp.maximum(step, 1)
         if mask.left is not None:
@@ -102,13 +100,32 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     return jnp.stack(numbers, axis=-1).reshape(end.shape[0], -1, INTERVAL_SIZE * parts)
 
 
-def _steps(positions: Any, step: jax.Array, count: int, block: int) -> tuple[Any, Any]:
+def _all_ones_where_equal(x: jax.Array, y: jax.Array) -> jax.Array:
+    """-1 where two int32 arrays are equal, else 0.
+
+    XLA writes the result of a comparison that several operands of a reduction share to memory,
+    by a kernel of its own, and then reads it. It does not do so with other arithmetic.
+    """
+    apart = jnp.minimum(lax.bitcast_convert_type(x ^ y, jnp.uint32), jnp.uint32(1))
+    return apart.astype(jnp.int32) - 1
+
+
+def _not_after_jump(segment_ids: jax.Array, offset: Any) -> Any:
+    """1, or 0 where a key has another offset than the key before it, of the same document."""
+    if isinstance(offset, np.ndarray) and (offset == offset[0]).all():
+        return np.int32(1)
+    jumps = jnp.diff(offset)[None] != 0
+    after_jump = jumps & (segment_ids[:, 1:] == segment_ids[:, :-1])
+    return 1 - jnp.pad(after_jump, ((0, 0), (1, 0))).astype(jnp.int32)[:, None]
+
+
+def _steps(positions: Any, step: Any, count: int, block: int) -> tuple[Any, Any]:
     """``(steady, first)``, ``[count]``: of the queries of each part.
 
     ``steady``: whether their positions grow by ``step``, which is positive. ``first``: position of
     the first one.
     """
-    extra = count * block - positions.shape[0]
+    extra, xp = count * block - positions.shape[0], module_of(positions)
     # The padding repeats the last position; a part with padding is of no single document.
-    padded = jnp.pad(positions, (0, extra), mode="edge").reshape(count, block)
-    return (jnp.diff(padded) == step).all(1) & (step > 0), padded[:, 0]
+    padded = xp.pad(positions, (0, extra), mode="edge").reshape(count, block)
+    return (xp.diff(padded) == step).all(1) & (step > 0), padded[:, 0]

@@ -87,6 +87,12 @@ class Mask:
         return self.left is not None or self.right is not None
 
     @property
+    def exchanged(self) -> Mask:
+        """The same mask with queries as keys and keys as queries; without a ``mask_mod``."""
+        assert self.mask_mod is None
+        return Mask(self.right, self.left)
+
+    @property
     def hides_later_keys(self) -> bool:
         """Whether every unmasked key is at or before its query: causal attention."""
         return self.right == 0

@@ -114,7 +114,8 @@ class WorkTiles:
     @property
     def chooses_groups(self) -> bool:
         """Whether a kernel chooses, when it starts, between groups and large groups."""
-        return not self.one_per_cta and self.large_group_heads > self.group_heads
+        at_once = self.one_per_cta and self.persistent
+        return not at_once and self.large_group_heads > self.group_heads
 
     @property
     def one_per_cta(self) -> bool:
@@ -122,7 +123,7 @@ class WorkTiles:
         return self.ctas == self.count
 
     def counter(self, ranges: jax.Array, other_tiles: int) -> jax.Array | None:
-        """What :class:`TileScheduler` counts with; None if no CTA has a second work tile.
+        """What :class:`TileScheduler` counts with; None if it neither counts nor chooses groups.
 
         Args:
           ranges: tile bounds ``[R, tiles, 4]`` or more columns.
@@ -132,10 +133,8 @@ class WorkTiles:
           int32 ``[1]``: 0, the number of fetched indices. Or ``[2]``, if the kernel
           chooses groups, with whether they are large.
         """
-        if self.one_per_cta:
-            return None
         if not self.chooses_groups:
-            return jnp.zeros((1,), jnp.int32)
+            return None if self.one_per_cta else jnp.zeros((1,), jnp.int32)
         most = (ranges[..., 3] - ranges[..., 0]).max()
         return jnp.stack([jnp.int32(0), (most * _LOCAL <= other_tiles).astype(jnp.int32)])
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 
 import compiled_programs as compiled
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiled_calls import compile_call, compile_grouped
+from local import tokens
 
-from pallas_kernels import mosaic_sm90
+from pallas_kernels import Mask, mosaic_sm90
+from pallas_kernels.document_bounds import query_intervals
 from pallas_kernels.mosaic import work_tiles
 from pallas_kernels.mosaic.sm90 import configs, row_intervals
 from pallas_kernels.mosaic.sm90 import grouped as grouped_sm90
@@ -82,6 +86,8 @@ CALLS = [
     *(("backward", 128, options) for options in (
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
         {"mods": "added+mask"},
+        # With intervals: one work tile per CTA, then a loop over them.
+        SEGMENTS, LAST | SEGMENTS,
     )),
     # Above 128: keys of their own for each consumer, shared ones, gradients of their own.
     ("backward", 192, LAST | {"value_dim": 128}), ("backward", 192, BOTH | {"value_dim": 128}),
@@ -97,7 +103,7 @@ CALLS = [
 # like bounds and counters.
 STACK = {
     ("forward", 128): {"full+cluster": 8},
-    ("backward", 128): {"causal": 40, "added+mask": 8},
+    ("backward", 128): {"causal": 40, "added+mask": 8, "no_carried+rounded+segments": 64},
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,
@@ -133,9 +139,12 @@ def test_kernels_fit_in_the_registers(report, half, dim, options):
 @pytest.mark.parametrize(
     ("dim", "options", "most_stack"),
     # At head dim 128 what a work tile keeps over its loop.
-    [(64, {"numbers": "differentiated"}, 0), (128, LAST, 24), (128, BLOCKS | BOTH, 8)],
+    [
+        (64, {"numbers": "differentiated"}, 0), (128, LAST, 24), (128, BLOCKS | BOTH, 8),
+        (128, LAST | SEGMENTS, 64),
+    ],
     ids=call_id,
-)
+)  # fmt: skip
 def test_deterministic_kernels_spill_outside_of_their_loops(report, dim, options, most_stack):
     seen = report("backward", dim, deterministic=True, **options)
     assert len(seen.kernels) == 1
@@ -240,3 +249,21 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim,
         compile_one(half, dim, value_dim, config, carried=not rounded, rounded=rounded)
     taken = int(compiled.find(r"smem_bytes=(\d+)", str(caught.value)).group(1))
     assert taken <= computed(config) <= taken + 2048
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_intervals_write_no_comparison_of_every_key_to_memory(known):
+    """``known``: whether positions are, while tracing. XLA does write 4,096 keys."""
+    mesh, (batch, length, block) = compiled.gpu_mesh("h100", 1), (2, 8192, 64)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def run(ids, positions):
+        side = tokens(np.arange(length, dtype=np.int32) if known else positions, ids)
+        return query_intervals(Mask(right=0), side, side, block, 2)
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    program = compiled.compile_for(run, array(batch, length), array(length))
+    most = max(elements for *_, elements in compiled.arrays_in_order(program))
+    assert most <= batch * length

@@ -457,6 +457,10 @@ def test_intervals_of_documents(mask, step):
         kv = tokens(kv_at + jump * (index >= 180), ids[:, -s:])
         table = np.asarray(run(mask, q, kv, block, parts))
         assert table.shape == (len(ids), 4, 4 * parts)
+        # The same where positions are known while tracing.
+        known = [x._replace(positions=np.asarray(x.positions)) for x in (q, kv)]
+        known = query_intervals(mask, known[0], known[1], block, parts)
+        np.testing.assert_array_equal(table, known)
         keep = mask_of(mask, q, kv)
         found = np.zeros(len(ids), int)
         for row, part in np.ndindex(len(ids), t // block):

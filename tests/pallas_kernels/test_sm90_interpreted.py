@@ -118,6 +118,13 @@ CASES = {
     "documents": a_case(
         "packed_causal", "contiguous", 2, (2, 1), (264, 200), 64, "bfloat16", "none"
     ),
+    # So have some warpgroups' keys in the backward, whose CTAs loop over work tiles, or not.
+    "key_intervals": a_case(
+        "packed_causal", "contiguous", 1, (2, 1), (264, 200), 128, "bfloat16", "none"
+    ),
+    "zigzag_intervals": a_case(
+        "packed_causal", "zigzag", 2, (2, 1), (264, 200), 128, "bfloat16", "none"
+    ),
     "latent": a_case(
         "packed_causal", "zigzag", 1, (2, 1), (72, 136), 192, "bfloat16", "slopes", value_dim=128
     ),
@@ -141,6 +148,8 @@ RUNS = [
     ("functions", KERNELS),
     ("late", KERNELS),
     ("documents", KERNELS),
+    ("key_intervals", KERNELS),
+    ("zigzag_intervals", KERNELS),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("split", SPLIT_GRADIENTS),
@@ -218,7 +227,9 @@ def random_carry(inputs):
 
 def always_large(work_tiles, *_):
     """``WorkTiles.counter`` of local work tiles."""
-    return None if work_tiles.one_per_cta else jnp.array([0, work_tiles.chooses_groups], jnp.int32)
+    if not work_tiles.chooses_groups:
+        return None if work_tiles.one_per_cta else jnp.zeros((1,), jnp.int32)
+    return jnp.array([0, 1], jnp.int32)
 
 
 @needs_interpreter
@@ -238,8 +249,8 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
     if case["blocks"] == 1:
         monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
-    if name == "kv_bounds":
-        # Its few tiles are not local, but take the order of large groups, of all heads.
+    if name in ("kv_bounds", "zigzag_intervals"):
+        # Their few tiles are not local, but take the order of large groups, of all heads.
         for limit in "_L2_BYTES", "_L2_BYTES_MAX":
             monkeypatch.setattr(work_tiles, limit, 1)
         monkeypatch.setattr(WorkTiles, "counter", always_large)

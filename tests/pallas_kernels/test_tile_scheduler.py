@@ -65,10 +65,13 @@ def test_l2_groups_of_local_work_tiles_are_larger():
         np.testing.assert_array_equal(order(work_tiles, large=True), order(whole))
         assert work_tiles.in_large_groups(jnp.int32(work_tiles.count)) >= work_tiles.count
     assert not WorkTiles(1, 32, 9, True, 12 * MIB, cluster=2, may_be_local=True).chooses_groups
-    for widest, large in ((2, 1), (3, 0)):
+    for persistent, (widest, large) in itertools.product((True, False), ((2, 1), (3, 0))):
         ranges = jnp.asarray([[[1, 1, 2, 2], [4, 4, 4, 4 + widest]]], jnp.int32)
-        chosen = WorkTiles(1, 32, 9, True, 12 * MIB, may_be_local=True).counter(ranges, 8)
+        options = {"persistent": persistent, "may_be_local": True}
+        chosen = WorkTiles(1, 32, 9, True, 12 * MIB, **options).counter(ranges, 8)
         np.testing.assert_array_equal(chosen, [0, large])
+    # All CTAs start at once.
+    assert not WorkTiles(1, 8, 9, True, 12 * MIB, may_be_local=True).chooses_groups
 
 
 def test_an_l2_group_is_larger_only_where_the_last_one_would_end_late():

@@ -35,6 +35,7 @@ from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, pad_axis
 from pallas_kernels.backend import Dkv
 from pallas_kernels.bounds import key_bounds
+from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.dq import DqSum
@@ -61,6 +62,7 @@ from pallas_kernels.mosaic.sm90.dq import backward_static, shipped_config
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
 from pallas_kernels.mosaic.sm90.instructions import specialize_warpgroups
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
+from pallas_kernels.mosaic.sm90.row_intervals import tile_ranges, with_key_intervals
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardBarriers, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_iterator import TileIterator
@@ -96,6 +98,7 @@ def backward(
         inputs, spec, config, dkv=dkv, out_dtype=out_dtype, deterministic=deterministic
     )
     config = static.config
+    static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
     keys = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
@@ -139,7 +142,7 @@ def backward(
     else:
         dk, dv = (jax.ShapeDtypeStruct(x.shape, static.written_dkv_dtype) for x in (k, v))
     work_tiles = static.work_tiles
-    counter = work_tiles.counter(bounds, static.q_tiles)
+    counter = work_tiles.counter(tile_ranges(bounds), static.q_tiles)
     counter = None if counter is None else depending_on(counter, q)
     scores = ScoreInputs.of(inputs, spec, config.tiles)
     results = launch(
@@ -179,16 +182,17 @@ def backward_bounds(
     spec: AttentionSpec,
     config: MosaicConfig | None = None,
     deterministic: bool = False,
-) -> jax.Array:
+) -> Any:
     """The tile bounds that :func:`backward` reads with the same options."""
-    tiles = (config or shipped_config(inputs, spec, deterministic)).tiles
-    block_mask = inputs.shared.block_mask
-    return key_bounds(spec.mask, inputs.query, inputs.kv, tiles, block_mask, inputs.groups)
+    config = config or shipped_config(inputs, spec, deterministic)
+    sides, block_mask = (inputs.query, inputs.kv), inputs.shared.block_mask
+    bounds = key_bounds(spec.mask, *sides, config.tiles, block_mask, inputs.groups)
+    return with_key_intervals(bounds, inputs, spec, config)
 
 
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
     """One warpgroup of one CTA."""
-    barriers = BackwardBarriers.split(memory.barriers, static.config)
+    barriers = BackwardBarriers.split(memory.barriers, static.config, static.stages_dv_in_values)
     refs = BackwardRefs(inputs, results, memory, barriers)
     scheduler = TileScheduler(
         counter,
@@ -205,7 +209,7 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
         # same dQ at once.
         rotate = tile * i32(max(1, static.q_tiles // static.kv_tiles))
         return TileIterator(
-            inputs.bounds, batch, head, tile, last=static.q_tiles - 1, rotate=rotate
+            tile_ranges(inputs.bounds), batch, head, tile, last=static.q_tiles - 1, rotate=rotate
         )
 
     run_all = functools.partial(
@@ -255,19 +259,32 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
             if is_early == early:
                 producer.advance(operand, step - work.steps_before, masked)
 
-    run_step = wide_step.step if static.config.wide else backward_step.step
-    masked_step, full_step = (
-        functools.partial(run_step, consumer, m, functools.partial(copy_ahead, m))
-        for m in (True, False)
-    )
-    state = lax.fori_loop(work.steps_before, masked_end, masked_step, state)
-    state = lax.fori_loop(masked_end, consumer.end, full_step, state)
+    def run_steps(first, end, state, masked, by_interval=False):
+        run_step = wide_step.step if static.config.wide else backward_step.step
+        of_steps = consumer._replace(masks_by_interval=by_interval)
+        step = functools.partial(run_step, of_steps, masked, functools.partial(copy_ahead, masked))
+        return lax.fori_loop(first, end, step, state)
+
+    first = work.steps_before
+    if consumer.intervals is not None:
+        # All of the keys' masked steps, or none. In one loop with the other masks, every step would
+        # keep in registers whether there are intervals.
+        end = jnp.where(consumer.intervals.exist(), masked_end, first)
+        state = run_steps(first, end, state, masked=True, by_interval=True)
+        first = end
+    state = run_steps(first, masked_end, state, masked=True)
+    state = run_steps(masked_end, consumer.end, state, masked=False)
     dq = None
     if static.config.wide:
         state = wide_step.finish(consumer, state)
     else:
+        if static.stages_dv_in_values:
+            backward_epilogue.write_dv(static, refs, warpgroup, work.recompute(), state.dv)
         dq = backward_step.last_dq(consumer, lane)
     plgpu.barrier_arrive(refs.barriers.kv_free)
+    if static.stages_dv_in_values:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(refs.barriers.v_free.at[0])
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)
     # Empirical: with dQ last, the backward of a causal mask takes 1.5 % less than with dQ first.
@@ -286,13 +303,19 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
 
 def _produce(static: BackwardStatic, refs: BackwardRefs, work: WorkTile) -> None:
     """Starts the copies of a work tile's keys and values, then of each step's queries and dO."""
-    _copy_keys_and_values(static, refs, work)
+    keys_and_values = functools.partial(_copy_keys_and_values, static, refs, work)
+    # With short work tiles the first queries and dO come first: their stages are free earlier.
+    queries_first = static.stages_dv_in_values
+    if not queries_first:
+        keys_and_values()
 
     @pl.loop(i32(0), work.steps)
     def _(step):
         tile_and_head = query_order.tile_and_head(static, work, step)
         _copy_queries(static, refs, work, step, tile_and_head)
         _copy_do(static, refs, work, step, tile_and_head)
+        if queries_first:
+            pl.when(step == 0)(keys_and_values)
 
 
 def _producer(
@@ -341,6 +364,8 @@ def _copy_keys_and_values(static: BackwardStatic, refs: BackwardRefs, work: Work
 
     k = inputs.k.at[work.batch, keys, work.head]
     plgpu.copy_gmem_to_smem(k, memory.k, barriers.kv_arrived)
+    if static.stages_dv_in_values:
+        pl.when(work.steps_before > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[0]))
     v = inputs.v.at[work.batch, keys, work.head]
     plgpu.copy_gmem_to_smem(v, memory.v, barriers.kv_arrived)
 

@@ -137,6 +137,8 @@ def write_dkv(
 ) -> None:
     """Writes dK and dV of a warpgroup's keys, or adds them to global memory.
 
+    Not dV if :func:`write_dv` has written it.
+
     Args:
       static: static parameters of the call.
       refs: the kernel's references.
@@ -149,11 +151,27 @@ def write_dkv(
     """
     width = static.dkv_lanes
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
-    for target, gradient in ((refs.results.dk, dk), (refs.results.dv, dv)):
+    of_values = () if static.stages_dv_in_values else ((refs.results.dv, dv),)
+    for target, gradient in ((refs.results.dk, dk), *of_values):
         for first in range(0, gradient.shape[1], width):
             part = gradient[:, first : first + width]
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, part)
     _release_staging(static)
+
+
+def write_dv(
+    static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, at: TileCoordinates, dv: jax.Array
+) -> None:
+    """Writes dV of a warpgroup's keys through the memory of their values.
+
+    No other warpgroup reads these, so it need not wait for one before it starts.
+    """
+    first = optimization_barrier(warpgroup) * WARPGROUP_ROWS
+    keys = pl.ds(at.tile * static.config.block_kv + first, WARPGROUP_ROWS)
+    staging = refs.memory.v.at[pl.ds(first, WARPGROUP_ROWS)]
+    staging[...] = dv.astype(static.dkv_dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, refs.results.dv.at[at.batch, keys, at.head])
 
 
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:

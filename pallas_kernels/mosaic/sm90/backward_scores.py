@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.scores import RowValues, ScoreTile
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
+from pallas_kernels.mosaic.sm90.row_intervals import RowIntervals
 from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
@@ -70,6 +71,8 @@ class Consumer(NamedTuple):
       end: one past the work tile's last step.
       kept: tokens of the keys, as far as there are registers to keep them in.
       padding: :meth:`padding_scores`; None if not needed, or recomputed in every step.
+      intervals: of the keys; None if the call has none.
+      masks_by_interval: whether steps mask by these, which then exist.
     """
 
     static: BackwardStatic
@@ -79,6 +82,8 @@ class Consumer(NamedTuple):
     end: Any
     kept: RowValues
     padding: jax.Array | None
+    intervals: RowIntervals | None = None
+    masks_by_interval: bool = False
 
     @classmethod
     def of(
@@ -91,7 +96,11 @@ class Consumer(NamedTuple):
         if static.config.splits_gradients:
             # Queries are the rows there.
             return consumer
-        if not static.has_bias and not others:
+        if static.has_intervals:
+            table = refs.inputs.bounds.intervals
+            intervals = RowIntervals(table, work.batch, work.tile, warpgroup)
+            consumer = consumer._replace(intervals=intervals)
+        elif not static.has_bias and not others:
             tile = consumer.tile(StepTile(warpgroup, i32(0), i32(0)))
             consumer = consumer._replace(kept=tile.keeping_rows().kept)
         # A soft cap or a user function needs the registers of the padding.
@@ -245,6 +254,10 @@ class AffineBias(NamedTuple):
 def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Array:
     """Scores, -inf where window, KV bounds, segment ids, mask_mod or block mask exclude them."""
     static, inputs = consumer.static, consumer.refs.inputs.scores
+    if consumer.masks_by_interval:
+        assert consumer.intervals is not None
+        intervals = consumer.intervals._replace(part=at.warpgroup)
+        return intervals.mask_by_interval(scores, at.q_tile * static.config.block_q)
     # One test after the other, first by positions, then by segment ids: positions and ids would not
     # fit in registers together.
     tests = [("positions", dataclasses.replace(static.mask, mask_mod=None))]

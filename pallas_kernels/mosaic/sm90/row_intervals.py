@@ -8,6 +8,7 @@ whose bits the assembler moves into predicates seven at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,19 +66,24 @@ class RowIntervals(NamedTuple):
           first_column: index of the first column.
           otherwise: masks them where the rows have no intervals.
         """
+        by_interval = functools.partial(self.mask_by_interval, first_column=first_column)
+        return lax.cond(self.exist(), by_interval, otherwise, scores)
+
+    def exist(self) -> Any:
+        """Whether the rows have intervals."""
+        return self._number(1) >= 0
+
+    def mask_by_interval(self, scores: jax.Array, first_column: Any) -> jax.Array:
+        """:meth:`mask` for rows that have intervals."""
+        start, end, first_start, first_end = map(self._number, range(INTERVAL_SIZE))
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
+        first = jnp.maximum(row + (first_start - first_column), start - first_column)
+        last = jnp.minimum(row + (first_end - first_column), end - first_column)
+        return between(scores, first, last)
+
+    def _number(self, index: int) -> Any:
         batch = self.batch if self.table.shape[0] != 1 else i32(0)
-        at = self.part * INTERVAL_SIZE
-        start, end, first_start, first_end = (
-            self.table[(batch, self.tile, at + i)] for i in range(INTERVAL_SIZE)
-        )
-
-        def by_interval(scores):
-            row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
-            first = jnp.maximum(row + (first_start - first_column), start - first_column)
-            last = jnp.minimum(row + (first_end - first_column), end - first_column)
-            return between(scores, first, last)
-
-        return lax.cond(end >= 0, by_interval, otherwise, scores)
+        return self.table[(batch, self.tile, self.part * INTERVAL_SIZE + index)]
 
 
 def tile_ranges(bounds: Any) -> Any:
@@ -89,15 +95,32 @@ def with_intervals(
     bounds: Any, inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig
 ) -> Any:
     """The forward's tile bounds, as :class:`DocumentBounds` where its kernel reads intervals."""
-    if not _reads_intervals(inputs, spec, config):
-        return bounds
     consumers = config.block_q // WARPGROUP_ROWS
+    if consumers != 2 or config.cluster != 1 or not _intervals_gain(inputs, spec, config):
+        return bounds
     masked = spec.mask, inputs.query, inputs.kv
     return DocumentBounds(bounds, query_intervals(*masked, WARPGROUP_ROWS, consumers))
 
 
-def _reads_intervals(inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig) -> bool:
-    """Whether the forward kernel reads intervals.
+def with_key_intervals(
+    bounds: Any, inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig
+) -> Any:
+    """The backward's tile bounds, with intervals of queries where its kernel reads them.
+
+    Not measured for head dims up to 96.
+    """
+    widest = max(inputs.head_dim, inputs.value_dim)
+    if widest <= 96 or not _intervals_gain(inputs, spec, config):
+        return bounds
+    # Rows are keys there.
+    rows: Any = inputs.kv
+    columns: Any = inputs.query
+    parts = WARPGROUP_ROWS, config.block_kv // WARPGROUP_ROWS
+    return DocumentBounds(bounds, query_intervals(spec.mask.exchanged, rows, columns, *parts))
+
+
+def _intervals_gain(inputs: AttentionInputs, spec: AttentionSpec, config: MosaicConfig) -> bool:
+    """Whether a kernel that masks by intervals is faster.
 
     Segment ids and windows make intervals. Next to other masks or terms of the scores, and in wide
     heads, there may be no registers for them. They gain nothing at head dim 64, and with few rows,
@@ -108,9 +131,8 @@ def _reads_intervals(inputs: AttentionInputs, spec: AttentionSpec, config: Mosai
         return False
     if needs_registers(spec, inputs.has_bias) or not config.producer_warpgroup:
         return False
-    fits = max(inputs.head_dim, inputs.value_dim) <= WIDEST_NARROW_HEAD_DIM
-    fits = fits and config.block_q == 2 * WARPGROUP_ROWS and config.cluster == 1
     batch, length, heads, _ = inputs.query.q.shape
+    fits = max(inputs.head_dim, inputs.value_dim) <= WIDEST_NARROW_HEAD_DIM
     fits = fits and inputs.kv_length <= _MOST_KEYS_PER_HEAD * heads
     return fits and batch * length * heads >= LEAST_ROWS_WITH_INTERVALS
 

@@ -201,6 +201,7 @@ class BackwardMemory(NamedTuple):
         dtype: DTypeLike,
         value_dim: int | None = None,
         in_fixed_point: bool = False,
+        stages_dv_in_values: bool = False,
     ) -> BackwardMemory:
         """Descriptions.
 
@@ -210,6 +211,7 @@ class BackwardMemory(NamedTuple):
           dtype: of the inputs.
           value_dim: Hv; None is H.
           in_fixed_point: whether dQ is accumulated in fixed point.
+          stages_dv_in_values: whether dV leaves through the memory of the values.
         """
         value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
@@ -242,7 +244,7 @@ class BackwardMemory(NamedTuple):
             # Two arrivals each: two copies, or both consumer warpgroups.
             barriers=plgpu.Barrier(
                 num_arrivals=BACKWARD_WARPGROUPS,
-                num_barriers=sum(BackwardBarriers.counts(config)),
+                num_barriers=sum(BackwardBarriers.counts(config, stages_dv_in_values)),
             ),
         )
 
@@ -271,6 +273,7 @@ class BackwardBarriers(NamedTuple):
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
         one.
       p_arrived: one consumer has written a step's P for the other, if ``splits_gradients``.
+      v_free: if dV leaves through the memory of the values, it has left.
     """
 
     kv_arrived: Any
@@ -284,20 +287,22 @@ class BackwardBarriers(NamedTuple):
     slot_free: Any
     ds_free: Any
     p_arrived: Any
+    v_free: Any
 
     @classmethod
-    def counts(cls, config: MosaicConfig) -> BackwardBarriers:
+    def counts(cls, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
         splits = config.splits_gradients
         ds_free = config.ds_buffers < 3 and not splits
-        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, int(ds_free), int(splits))
+        others = map(int, (ds_free, splits, stages_dv_in_values))
+        return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, *others)
 
     @classmethod
-    def split(cls, array: Any, config: MosaicConfig) -> BackwardBarriers:
+    def split(cls, array: Any, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
         """References to the barriers of each kind, from a reference to all of them."""
-        counts = cls.counts(config)
+        counts = cls.counts(config, stages_dv_in_values)
         ranges = [_BarrierRange(array, sum(counts[:i])) for i in range(len(counts))]
         return cls(*(single.at[0] for single in ranges[:3]), *ranges[3:])
 

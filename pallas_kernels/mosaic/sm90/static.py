@@ -180,6 +180,7 @@ class ForwardStatic(Sm90Static):
     @property
     def work_tiles(self) -> WorkTiles:
         """One per query tile of every query head."""
+        persistent = forward_is_persistent(self.config, self.masks_by_arrays)
         return WorkTiles(
             self.batch,
             self.heads,
@@ -187,9 +188,9 @@ class ForwardStatic(Sm90Static):
             last_first=True,
             shared_bytes=2 * self.kv_length * (self.head_dim + self.value_dim) // self.groups,
             equal=not self.needs_mask,
-            persistent=forward_is_persistent(self.config, self.masks_by_arrays),
+            persistent=persistent,
             cluster=self.config.cluster,
-            may_be_local=self.may_be_local,
+            may_be_local=self.may_be_local and persistent,
         )
 
     @property
@@ -210,16 +211,24 @@ class BackwardStatic(Sm90Static):
       dkv_dtype: of dK and dV; float32 if they are added, and unless :attr:`can_round_dkv`.
       deterministic: whether the result is bitwise reproducible: dQ is then accumulated in fixed
         point (:mod:`pallas_kernels.mosaic.fixed_point`).
+      has_intervals: whether the kernel reads intervals of queries
+        (:mod:`pallas_kernels.mosaic.sm90.row_intervals`).
     """
 
     adds_dkv: bool
     dkv_dtype: np.dtype
     deterministic: bool
+    has_intervals: bool = False
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups, each with 64 keys."""
         return BACKWARD_WARPGROUPS
+
+    @property
+    def masks_by_arrays(self) -> bool:
+        """See :attr:`Sm90Static.masks_by_arrays`. With intervals few masks do."""
+        return super().masks_by_arrays and not self.has_intervals
 
     @property
     def rounds_dkv(self) -> bool:
@@ -253,6 +262,14 @@ class BackwardStatic(Sm90Static):
         """
         as_bits = self.deterministic and not self.rounds_dkv
         return np.dtype(np.int32) if as_bits else self.dkv_dtype
+
+    @property
+    def stages_dv_in_values(self) -> bool:
+        """Whether dV leaves through the memory of the values, before the last dQ.
+
+        It gains where work tiles are short, and takes 2 % more time with a causal mask alone.
+        """
+        return self.has_intervals and self.rounds_dkv
 
     @property
     def dkv_lanes(self) -> int:
@@ -417,24 +434,27 @@ class BackwardStatic(Sm90Static):
     @property
     def work_tiles(self) -> WorkTiles:
         """One per KV tile of every key/value head."""
+        persistent = backward_is_persistent(
+            self.config,
+            max(self.head_dim, self.value_dim),
+            # Float32 gradients leave no registers for intervals and a loop over work tiles.
+            self.masks_by_arrays or (self.has_intervals and not self.rounds_dkv),
+            self.needs_registers,
+        )
         return WorkTiles(
             self.batch,
             self.kv_heads,
             self.kv_tiles,
             last_first=False,
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
-            persistent=backward_is_persistent(
-                self.config,
-                max(self.head_dim, self.value_dim),
-                self.masks_by_arrays,
-                self.needs_registers,
-            ),
-            may_be_local=self.may_be_local,
+            persistent=persistent,
+            may_be_local=self.may_be_local and (persistent or self.has_intervals),
         )
 
     @property
     def memory(self) -> BackwardMemory:
         """Descriptions of the shared memory."""
         return BackwardMemory.of(
-            self.config, self.head_dim, self.dtype, self.value_dim, self.deterministic
-        )
+            self.config, self.head_dim, self.dtype, self.value_dim, self.deterministic,
+            self.stages_dv_in_values,
+        )  # fmt: skip
