@@ -34,8 +34,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes the last axis of ``x``, ``[..., features]``; the result has its dtype."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+        return self.with_mean(x, mean_square(x))
+
+    def with_mean(self, x: jax.Array, mean_square: jax.Array) -> jax.Array:
+        """The same, given :func:`mean_square` of ``x``."""
+        normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + self.epsilon)
         scale = self.scale[...].astype(jnp.float32)
         return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+
+
+def mean_square(x: jax.Array) -> jax.Array:
+    """Of the last axis, float32 ``[..., 1]``."""
+    return jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)

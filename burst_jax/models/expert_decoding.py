@@ -28,6 +28,21 @@ def can_decode(tokens: int, parameters: Any) -> bool:
     return all(supported(target, tokens, each) for each in matrices)
 
 
+def largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """``lax.top_k`` of float32 ``[n, E]``, by comparing each logit with all others.
+
+    Two reductions, which XLA launches as two kernels. Its sort is one, and what reads the sorted
+    rows are two more. Indices are valid for NaN, too: kernels read matrices by them.
+    """
+    index = lax.iota(jnp.int32, logits.shape[-1])
+    this, other = logits[:, :, None], logits[:, None]
+    before = (other > this) | ((other == this) & (index < index[:, None]))
+    rank = jnp.sum(before, -1, dtype=jnp.int32)
+    here = rank[:, None] == lax.iota(jnp.int32, count)[:, None]
+    values = jnp.sum(jnp.where(here, logits[:, None], 0), -1)
+    return values, jnp.max(jnp.where(here, index, 0), -1)
+
+
 def run_decoding(
     hidden: Callable[[jax.Array, jax.Array], jax.Array],
     arrays: tuple[Any, jax.Array, jax.Array],

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
 from burst_jax.models.expert_chunks import run_chunked
-from burst_jax.models.expert_decoding import can_decode, run_decoding
+from burst_jax.models.expert_decoding import can_decode, largest, run_decoding
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
 from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
@@ -50,6 +50,8 @@ Score = Literal["softmax", "sigmoid"]
 # The slope of the clamped variant's sigmoid, with which x sigmoid(slope x) is nearly GELU.
 _CLAMPED_SLOPE = 1.702
 _MAX_EXPERTS = 65536
+# While decoding, the largest logits of up to so many experts are found by comparing all pairs.
+_RANKED = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,12 +310,16 @@ class MixtureOfExperts(FeedForward):
             logits = add_adapter(self.router, x, logits.reshape(*x.shape[:2], -1))
             logits = logits.reshape(-1, experts.count)
         scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-        _, chosen = lax.top_k(lax.stop_gradient(logits), experts.per_token)
-        # Stored: a recomputation that rounds otherwise would order other rows.
-        chosen = checkpoint_name(chosen.astype(jnp.int32), ROUTES)
-        weights = jnp.take_along_axis(scores, chosen, 1)
-        if experts.normalize:
-            weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+        if self.is_decoding and experts.count <= _RANKED:
+            values, chosen = largest(logits, experts.per_token)
+            weights = self._weights_of(values, logits)
+        else:
+            _, chosen = lax.top_k(lax.stop_gradient(logits), experts.per_token)
+            # Stored: a recomputation that rounds otherwise would order other rows.
+            chosen = checkpoint_name(chosen.astype(jnp.int32), ROUTES)
+            weights = jnp.take_along_axis(scores, chosen, 1)
+            if experts.normalize:
+                weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
         # Padding has no weights, and is left out of the sums.
         kept = np.float32(1) if present is None else present[:, None].astype(jnp.float32)
         normalized = scores
@@ -326,6 +332,22 @@ class MixtureOfExperts(FeedForward):
             z=jnp.sum(squared * kept),
         )
         return weights * kept, chosen, sums
+
+    def _weights_of(self, values: jax.Array, logits: jax.Array) -> jax.Array:
+        """The weights of the chosen experts from their logits ``[n, k]``, for decoding."""
+        experts = self.config.experts
+        if experts.score == "sigmoid":
+            weights = jax.nn.sigmoid(values)
+        else:
+            # With normalized weights the sum over all experts cancels out.
+            total = (
+                values[:, :1] if experts.normalize else jax.nn.logsumexp(logits, -1, keepdims=True)
+            )
+            weights = jnp.exp(values - total)
+        if not experts.normalize:
+            return weights
+        # Term by term: XLA would launch a kernel for a reduction.
+        return weights / (sum(jnp.split(weights, weights.shape[1], 1)) + 1e-20)
 
     def _parameters(self) -> _Parameters:
         """The experts' weights, in the dtypes that products read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from jax import lax
 from burst_jax.serving.cache import SlotMetadata
 from pallas_kernels.device import current_target
 from pallas_kernels.mosaic.sm80.decode import partial_attention, unsupported
+
+# The most splits that are merged term by term.
+_TERMS = 64
 
 
 class PartialAttention(NamedTuple):
@@ -31,13 +35,11 @@ class PartialAttention(NamedTuple):
     def merged(self) -> PartialAttention:
         """One split instead of all."""
         most = jnp.where(self.total == 0, -jnp.inf, self.most)
-        highest = most.max(0, keepdims=True)
+        highest = _over_splits(jnp.maximum, most)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         factor = jnp.exp(most - highest)
-        total = (factor * self.total).sum(0, keepdims=True)
-        return PartialAttention(
-            (factor[..., None] * self.out).sum(0, keepdims=True), highest, total
-        )
+        total = _over_splits(jnp.add, factor * self.total)
+        return PartialAttention(_over_splits(jnp.add, factor[..., None] * self.out), highest, total)
 
     def gathered(self, axes: tuple[str, ...]) -> PartialAttention:
         """One split per device, by one all-gather."""
@@ -57,6 +59,16 @@ class PartialAttention(NamedTuple):
             factor = jnp.exp(most - highest)
             out, total = factor[..., None] * out, factor * total + jnp.exp(sinks - highest)
         return out / jnp.where(total == 0, 1, total)[..., None]
+
+
+def _over_splits(combine: Any, x: jax.Array) -> jax.Array:
+    """``[splits, ...]`` to ``[1, ...]``, term by term unless there are many splits.
+
+    XLA makes one kernel of the terms, and one of each reduction.
+    """
+    if len(x) > _TERMS:
+        return combine.reduce(x, 0, keepdims=True)
+    return functools.reduce(combine, jnp.split(x, len(x)))
 
 
 def decode_attention(

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.layers.norm import RMSNorm, mean_square
 from burst_jax.models.decoder_layer import DecoderLayer
 
 NAMES = ("query", "key", "value")
@@ -46,33 +47,52 @@ def _fuse(mesh: Mesh, spec: P) -> Any:
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3))
 
 
-def use_fused_qkv(layer: DecoderLayer, query_heads: int) -> None:
+def use_fused_qkv(layer: DecoderLayer, query_heads: int, fuse_norms: bool = False) -> None:
     """Replaces a layer's projections by views of the fused matrix, inside a ``shard_map``.
 
     Args:
       layer: its query kernel is the fused matrix.
       query_heads: number of query heads of this device.
+      fuse_norms: whether the mean squares of queries and keys are one reduction, for a step of few
+        tokens: XLA launches a kernel for each, and more for what comes after.
     """
     attention, first = layer.attention, 0
     whole = attention.query.kernel[...]
     kv_heads = (whole.shape[1] - query_heads) // 2
+    norms = {}
+    # The norms come after the biases.
+    if fuse_norms and attention.query.bias is None and attention.key.bias is None:
+        norms = {"query": attention.query_norm, "key": attention.key_norm}
+        attention.query_norm = attention.key_norm = nnx.data(None)
     for name, heads in zip(NAMES, (query_heads, kv_heads, kv_heads), strict=True):
-        setattr(attention, name, _Heads(getattr(attention, name), whole, first, heads))
+        linear = getattr(attention, name)
+        setattr(attention, name, _Heads(linear, whole, first, heads, norms.get(name)))
         first += heads
 
 
 class _Heads(nnx.Module):
-    """A projection that slices its heads from the product with the fused matrix.
+    """A projection that slices its heads from the product with the fused matrix, and a norm.
 
-    Each of the three computes that product; XLA deduplicates it.
+    Each of the three computes that product, and mean squares of all heads; XLA deduplicates them.
     """
 
-    def __init__(self, linear: nnx.LinearGeneral, whole: jax.Array, first: int, heads: int) -> None:
+    def __init__(
+        self,
+        linear: nnx.LinearGeneral,
+        whole: jax.Array,
+        first: int,
+        heads: int,
+        norm: RMSNorm | None,
+    ) -> None:
         self.whole, self.first, self.heads = nnx.Param(whole), first, heads
+        self.norm = nnx.data(norm)
         self.kernel, self.bias = nnx.Param(whole[:, first : first + heads]), linear.bias
         self.out_features, self.dtype = linear.out_features, linear.dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[B, T, D]`` to ``[B, T, heads, H]``; without the bias."""
         product = jnp.einsum("btd,dnh->btnh", x.astype(self.dtype), self.whole[...])
-        return product[:, :, self.first : self.first + self.heads]
+        own = slice(self.first, self.first + self.heads)
+        if self.norm is None:
+            return product[:, :, own]
+        return self.norm.with_mean(product[:, :, own], mean_square(product)[:, :, own])

@@ -234,7 +234,8 @@ class ServedModel:
             elif not gather and tokens.size == 1:
                 use_one_row(layer)
             if self._fuses_qkv:
-                use_fused_qkv(layer, config.num_heads // axes_size(self.shardings.mesh, axes))
+                heads = config.num_heads // axes_size(self.shardings.mesh, axes)
+                use_fused_qkv(layer, heads, fuse_norms=not gather)
             fn = partial(attend, index)
             (x, _), key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
             stored.append(key_value)

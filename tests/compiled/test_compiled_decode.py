@@ -109,10 +109,16 @@ def test_keys_and_values_weights_are_read_by_the_product_that_reads_the_queries(
 def test_a_mixture_reads_the_experts_by_kernels_without_a_loop():
     config = dataclasses.replace(
         CONFIG, num_layers=1, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=64, mlp_dim=128,
-        feed_forward=MixtureOfExperts, experts=Experts(16, 4), dtype=jnp.bfloat16,
+        feed_forward=MixtureOfExperts, experts=Experts(16, 4), qk_norm=True, dtype=jnp.bfloat16,
         param_dtype=jnp.bfloat16,
     )  # fmt: skip
-    text = compiled.text_of(decode_program("h100", config))
+    program = decode_program("h100", config)
+    text = compiled.text_of(program)
     # Attention's output projection; gate and up; down.
     assert len(re.findall(r"custom-call\(.*burst_few_rows", text)) == 3
     assert " while(" not in text  # Which a search in the sorted rows is.
+    assert " sort(" not in text
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+    launches = [x for x in compiled.computations(program)["ENTRY"] if x.opcode not in free]
+    # 21 of the layer. Each takes a microsecond at least, as long as 3 MB of weights.
+    assert len(launches) <= 33, [x.name for x in launches]

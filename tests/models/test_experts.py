@@ -387,6 +387,29 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
     assert relative_error(found, wanted) < 5e-3
 
 
+@pytest.mark.parametrize("fields", [{}, {"normalize": False}, {"score": "sigmoid"}])
+def test_decoding_chooses_and_weighs_experts_as_other_passes_do(fields):
+    config = dataclasses.replace(CONFIG, experts=Experts(7, 3, **fields))
+    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+    x = jnp.asarray(X, jnp.float32)
+    wanted = layer(x, keeps_products=False)
+    layer.is_decoding = True
+    assert relative_error(layer(x, keeps_products=False), wanted) < 1e-6
+
+
+def test_the_largest_logits():
+    """Equal ones in ascending order; indices that exist, whatever the logits are."""
+    logits = np.random.default_rng(0).integers(-3, 3, (5, 12)).astype(np.float32)
+    values, index = expert_decoding.largest(jnp.asarray(logits), 7)
+    wanted = jax.lax.top_k(logits, 7)
+    assert (values == wanted[0]).all()
+    assert (index == wanted[1]).all()
+    logits[:, ::2] = np.nan
+    index = expert_decoding.largest(jnp.asarray(logits), 7)[1]
+    assert (index >= 0).all()
+    assert (index < 12).all()
+
+
 def test_decoding_skips_experts_of_other_devices():
     slots = expert_decoding._hit(jnp.asarray([[4, 1], [1, 5], [3, 5]], jnp.int32), 5)
     assert slots.count.tolist() == [3]
