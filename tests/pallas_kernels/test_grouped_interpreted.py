@@ -22,7 +22,7 @@ from pallas_kernels.mosaic.sm90 import grouped as sm90
 from pallas_kernels.mosaic.sm90.configs import GroupedConfig as Sm90Config
 
 FAMILIES = {"sm80": (sm80, interpreted_sm80), "sm90": (sm90, interpreted)}
-# [names, K, N, dtype]; tiles have 128 rows and 64 columns. Sm90's work tiles are shared by two CTAs.
+# [names, K, N, dtype]; tiles have 128 rows and 64 columns. Two CTAs share sm90's work tiles.
 CASES = [
     ("sm90", "ragged", 128, 64, "bfloat16", Sm90Config(128, 64, 2)),
     ("sm90", "one", 64, 192, "float16", Sm90Config(128, 128, 3)),
