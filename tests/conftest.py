@@ -8,6 +8,7 @@ import collections
 import gc
 import os
 import pathlib
+import platform
 import re
 from typing import Any
 
@@ -126,11 +127,14 @@ def pytest_configure(config):
     jax.config.update("jax_num_cpu_devices", 8)
     if COMPILE_QUICKLY:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # Subprocesses inherit it.
-        # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
-        # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "split_count" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_parallel_codegen_split_count=1".strip()
+        # By default XLA splits each small program into up to 32 for its compiler threads, and on
+        # CPUs with AVX-512 it rounds some updates of sharded arrays otherwise than of whole ones.
+        # NumPy's threads wait for their next product in a busy loop. Workers and subprocesses
+        # inherit all.
+        wanted = ["--xla_cpu_parallel_codegen_split_count=1"]
+        wanted += ["--xla_cpu_max_isa=AVX2"] * (platform.machine() == "x86_64")
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([*flags, *(x for x in wanted if x not in flags)])
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
     # folder: an entry that another worker is still writing counts as missing.

@@ -33,7 +33,7 @@ CONFIG = DecoderConfig(
     vocab_size=512, num_layers=3, embed_dim=512, num_heads=4, num_kv_heads=2, head_dim=128,
     mlp_dim=1024, dtype=jnp.bfloat16,
 )  # fmt: skip
-TOKENS = 4096
+N, TOKENS = 4, 4096
 
 
 def compile_step(config, tokens=TOKENS, **sizes):
@@ -176,20 +176,20 @@ def test_gathered_experts_are_sent_ahead():
     config = dataclasses.replace(
         CONFIG, num_layers=2, mlp_dim=256, feed_forward=MixtureOfExperts, experts=experts
     )
-    program, params, _ = compile_step(config, seq=8)
-    strategy = TrainingStrategy("sharded", 1, (8,), 1, "zigzag", config.remat)
-    planned = planned_bytes(config, params, strategy, 8 * TOKENS)
+    program, params, _ = compile_step(config, seq=N)
+    strategy = TrainingStrategy("sharded", 1, (N,), 1, "zigzag", config.remat)
+    planned = planned_bytes(config, params, strategy, N * TOKENS)
     assert compiled.temp_bytes(program) == pytest.approx(planned, rel=0.1)
-    gate = experts.count, config.embed_dim // 8, config.mlp_dim
+    gate = experts.count, config.embed_dim // N, config.mlp_dim
     forward = [
         [during for shapes, during in sent if gate in shapes]
         for sent in compiled.moves(program, "collective-permute").values()
         if any("burst_forward" in during for _, during in sent)
     ]
     (layer,) = (found for found in forward if found)
-    # One permute for each distance. XLA has four in flight at a time.
-    assert len(layer) == 7
-    assert sum(bool(during) for during in layer) >= 4
+    # One permute for each distance.
+    assert len(layer) == N - 1
+    assert all(layer)
     most = max(
         math.prod(map(int, filter(None, shape.split(","))))
         for operations in compiled.computations(program).values()

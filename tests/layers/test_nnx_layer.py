@@ -86,7 +86,8 @@ def test_positions_are_required_checked_and_shared():
         make_layer(rope_theta=None)(X, POSITIONS)
     layer = make_layer(make_mesh(seq=2), layout="zigzag", is_causal=True)
     one = jnp.asarray(positions("zigzag", T, 2))
-    np.testing.assert_array_equal(layer(X, one), layer(X, jnp.tile(one, (B, 1))))
+    outs = quick_jit(lambda x: (layer(x, one), layer(x, jnp.tile(one, (B, 1)))))(X)
+    np.testing.assert_array_equal(*outs)
     with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 2\)"):
         layer(X, POSITIONS)
 
@@ -96,7 +97,7 @@ def test_arrays_that_are_not_on_the_mesh_yet(run):
     """Under jax.set_mesh, any operation puts them on the mesh, replicated."""
     mesh = make_mesh(data=2, seq=2, kind=AxisType.Explicit)
     options: Any = {"rope_theta": None, "layout": "zigzag", "is_causal": True}
-    want = make_layer(make_mesh(seq=2), **options)(to_layout(X, "zigzag", 2))
+    want = quick_jit(make_layer(make_mesh(seq=2), **options))(to_layout(X, "zigzag", 2))
     with jax.set_mesh(mesh):
         layer = make_layer(mesh, **options, batch_axis="data")
         out = run(layer, to_layout(X + 0, "zigzag", 2))

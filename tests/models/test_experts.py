@@ -67,25 +67,22 @@ def formula(weights, x, config, present):
     if experts.normalize:
         of_experts = of_experts / jnp.maximum(of_experts.sum(-1, keepdims=True), 1e-9)
 
-    def mlp(part, index, x):
+    def mlp(part, x, clamp=None):
+        """Of all experts, whose kernels are stacked, or of the shared one."""
+
         def linear(name, x):
-            kernel, bias = part[name]["kernel"], part[name].get("bias")
-            if index is not None:
-                kernel, bias = kernel[index], None if bias is None else bias[index]
-            return x @ kernel + (0 if bias is None else bias)
+            return x @ part[name]["kernel"] + part[name].get("bias", jnp.zeros(1))[..., None, :]
 
         gate, up = linear("gate", x), linear("up", x)
-        if index is None or experts.clamp is None:
+        if clamp is None:
             return linear("down", gate / (1 + jnp.exp(-gate)) * up)
-        gate = jnp.where(gate > experts.clamp, experts.clamp, gate)
-        up = jnp.where(jnp.abs(up) > experts.clamp, experts.clamp * jnp.sign(up), up)
+        gate = jnp.where(gate > clamp, clamp, gate)
+        up = jnp.where(jnp.abs(up) > clamp, clamp * jnp.sign(up), up)
         return linear("down", gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1))
 
-    out = jnp.zeros_like(xs)
-    for e in range(experts.count):
-        out = out + of_experts[:, [e]] * mlp(weights, e, xs)
+    out = jnp.einsum("te,etd->td", of_experts, mlp(weights, xs, experts.clamp))
     if "shared" in weights:
-        out = out + mlp(weights["shared"], None, xs)
+        out = out + mlp(weights["shared"], xs)
     normalized = scores / scores.sum(-1, keepdims=True)
     z = jnp.log(jnp.exp(logits).sum(-1, keepdims=True)) ** 2
     counts = chosen.sum(0).astype(x.dtype)
@@ -260,9 +257,8 @@ MIXTURE = dataclasses.replace(
     [
         ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, "seq", 3),
         pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, None, 20, marks=pytest.mark.slow),
-        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, "data", 3, marks=pytest.mark.slow),
         pytest.param(
-            (2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, "seq", 3, marks=pytest.mark.slow
+            (2, 1, 1, 2, 1), AxisType.Explicit, {"remat": "half"}, "data", 3, marks=pytest.mark.slow
         ),
     ],
 )
@@ -272,9 +268,9 @@ def test_training_is_that_of_each_expert_on_all_tokens(
     monkeypatch.setattr(expert_exchange, "_FEW", 0)
     config = dataclasses.replace(MIXTURE, **fields)
     got = losses(sizes, kind, steps=steps, config=config, expert=expert)
-    want = losses(ONE, steps=steps, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
-    np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
-    np.testing.assert_allclose(got[1], want[1], rtol=2e-4)
+    want = losses(ONE, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
+    np.testing.assert_allclose(got[0], want[0][:steps], rtol=2e-5)
+    np.testing.assert_allclose(got[1], want[1][:steps], rtol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -365,24 +361,34 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
     nnx.update(layer, jax.tree.map(lambda x: x / 4, random_like(nnx.state(layer), 0)))
     x = jax.random.normal(jax.random.key(0), (tokens, 1, 64), jnp.bfloat16)
-    wanted = layer(x, keeps_products=False)
+    experts: Any = config.experts
+
+    @quick_jit
+    def of_many_tokens(x):
+        logits = layer.router(x[:, 0].astype(jnp.float32))
+        return layer(x, keeps_products=False), jax.lax.top_k(logits, experts.per_token)[1]
+
+    wanted, chosen = of_many_tokens(x)
     layer.is_decoding = True
     monkeypatch.setattr(moe, "can_decode", lambda *_: True)
-    read = []
 
-    def product(x, weights, slots, *, summed):
-        read.append(slots)
-        return few_rows.few_rows_product(x, weights, slots, summed=summed)
+    @quick_jit
+    def decode(x):
+        read = []
 
-    monkeypatch.setattr(expert_decoding, "few_rows_product", product)
+        def product(x, weights, slots, *, summed):
+            read.append((slots.matrices, slots.count))
+            return few_rows.few_rows_product(x, weights, slots, summed=summed)
+
+        monkeypatch.setattr(expert_decoding, "few_rows_product", product)
+        return layer(x, keeps_products=False), read
+
     monkeypatch.setattr(few_rows, "num_sms", lambda: 4)
     with interpreted_sm80.interpreted():
-        found = layer(x, keeps_products=False)
-    experts: Any = config.experts
-    logits = layer.router(x[:, 0].astype(jnp.float32))
-    chosen = jax.lax.top_k(logits, experts.per_token)[1]
-    for slots in read:
-        used = slots.matrices[: slots.count[0]].tolist()
+        found, read = jax.block_until_ready(decode(x))
+    assert read
+    for matrices, number in read:
+        used = matrices[: number[0]].tolist()
         assert sorted(used) == sorted(set(chosen.reshape(-1).tolist()))
     assert relative_error(found, wanted) < 5e-3
 

@@ -71,6 +71,16 @@ def in_order(placements, arrays, *, inverse=False):
     return jax.tree.map(one, arrays)
 
 
+def arguments(placements):
+    """Layout, segment ids and positions of a call."""
+    own, order = (
+        np.stack([getattr(p, name) for p in placements]) for name in ("segment_ids", "positions")
+    )
+    call: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), own)
+    call |= dict.fromkeys(("query_positions", "key_value_positions"), order)
+    return call | {"layout": placements[0].layout}
+
+
 def ids_of(lengths, total):
     """Segment ids in natural order, 0 after the documents."""
     ids = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
@@ -96,14 +106,8 @@ def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, hea
     sinks: Any = {"sink_logits": rng.normal(size=heads).astype(np.float32)}
     sinks = sinks if options.pop("sinks", False) else {}
 
-    own = np.stack([p.segment_ids for p in placements])
-    order = np.stack([p.positions for p in placements])
-
-    given: Any = options | axes | {
-        "mesh": mesh_of(**sizes), "layout": placements[0].layout, "return_residual": True,
-        "query_segment_ids": own, "key_value_segment_ids": own, "query_positions": order,
-        "key_value_positions": order,
-    }  # fmt: skip
+    given: Any = options | axes | arguments(placements)
+    given |= {"mesh": mesh_of(**sizes), "return_residual": True}
 
     def attend(q, k, v, sinks):
         return burst_jax.burst_attention(q, k, v, **given, **sinks)
@@ -131,38 +135,24 @@ def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, hea
 
 
 def test_ring_attention_runs_them_inside_a_shard_map():
-    _, placements = placed("mixed", 4, 18)
+    given = arguments(placed("mixed", 4, 18)[1])
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 96, n, H)), jnp.float32) for n in (4, KV, KV))
-    own = np.stack([p.segment_ids for p in placements])
-    order = np.stack([p.positions for p in placements])
-    mesh, layout = mesh_of(seq=4), placements[0].layout
-
-    def options(ids, order):
-        return {
-            "layout": layout, "is_causal": True, "query_segment_ids": ids,
-            "key_value_segment_ids": ids, "query_positions": order, "key_value_positions": order,
-        }  # fmt: skip
-
-    spec = P(None, "seq")
+    attend = {"layout": given.pop("layout"), "is_causal": True}
+    mesh, spec = mesh_of(seq=4), P(None, "seq")
 
     @quick_jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-    def inside(q, k, v, ids, order):
-        return burst_jax.ring_attention(q, k, v, "seq", **options(ids, order))
+    def inside(q, k, v, given):
+        return burst_jax.ring_attention(q, k, v, "seq", **attend, **given)
 
-    want = burst_jax.burst_attention(q, k, v, mesh=mesh, **options(own, order))
-    np.testing.assert_array_equal(inside(q, k, v, own, order), want)
+    want = burst_jax.burst_attention(q, k, v, mesh=mesh, **attend, **given)
+    np.testing.assert_array_equal(inside(q, k, v, given), want)
 
 
 def a_call(mix, zone):
     """Keyword arguments on two devices."""
-    _, placements = placed(mix, 2, zone)
-    own = np.stack([p.segment_ids for p in placements])
-    order = np.stack([p.positions for p in placements])
-    call: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), own)
-    call |= dict.fromkeys(("query_positions", "key_value_positions"), order)
-    return call | {"mesh": mesh_of(seq=2), "layout": placements[0].layout, "is_causal": True}
+    return arguments(placed(mix, 2, zone)[1]) | {"mesh": mesh_of(seq=2), "is_causal": True}
 
 
 @pytest.mark.parametrize(("mix", "sends"), [("whole", False), ("mixed", True)])
@@ -213,18 +203,9 @@ def test_what_balanced_layouts_need_and_lack():
 
 def test_a_zone_of_another_placement_gives_nan():
     """Pieces before the zone would miss keys."""
-    _, placements = placed("mixed", 3, 20)
-    own = np.stack([p.segment_ids for p in placements])
-    order = np.stack([p.positions for p in placements])
-    x = jnp.ones((2, 72, KV, H))
-    given: Any = {
-        "mesh": mesh_of(seq=3),
-        "is_causal": True,
-        "query_segment_ids": own,
-        "key_value_segment_ids": own,
-        "query_positions": order,
-        "key_value_positions": order,
-    }
+    x, given = jnp.ones((2, 72, KV, H)), arguments(placed("mixed", 3, 20)[1])
+    given |= {"mesh": mesh_of(seq=3), "is_causal": True}
+    del given["layout"]
     attend = jax.jit(
         functools.partial(burst_jax.burst_attention, x, x, x, **given), static_argnames="layout"
     )
@@ -237,22 +218,22 @@ def test_a_zone_of_another_placement_gives_nan():
 def test_a_layer_passes_its_positions_on():
     """With and without RoPE; the tokens' order does not matter."""
     _, placements = placed("mixed", 2, 16)
-    own = np.stack([p.segment_ids for p in placements])
-    order = np.stack([p.positions for p in placements])
+    given = arguments(placements)
+    own, order = given["query_segment_ids"], given["query_positions"]
     x = np.random.default_rng(2).normal(size=(2, 48, 16)).astype(np.float32)
     natural = in_order(placements, own, inverse=True)
     for theta in (10_000.0, None):
         outs = []
-        for layout, shards in ((placements[0].layout, 2), ("contiguous", 1)):
+        for layout, shards in ((given["layout"], 2), ("contiguous", 1)):
             layer = burst_jax.BurstAttention(
                 16, 2, rope_theta=theta, mesh=mesh_of(seq=shards), layout=layout, is_causal=True,
                 rngs=burst_jax.layers.nnx_layer.nnx.Rngs(0),
             )  # fmt: skip
             if layout == "contiguous":
                 positions = None if theta is None else np.arange(48)
-                outs.append(layer(jnp.asarray(x), positions, jnp.asarray(natural)))
+                outs.append(quick_jit(layer)(x, positions, natural))
             else:
-                out = layer(jnp.asarray(in_order(placements, x)), order, jnp.asarray(own))
+                out = quick_jit(layer)(in_order(placements, x), order, own)
                 outs.append(in_order(placements, out, inverse=True))
         live = natural != 0
         np.testing.assert_allclose(outs[0][live], np.asarray(outs[1])[live], atol=2e-6)

@@ -253,23 +253,30 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     )
     last = jnp.int32(capacity - 10)
     scores: Any = {"scale": scale, "logits_soft_cap": soft_cap, "window": window}
-    exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
-    with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
-        got = partial_attention(
+    # A sink takes its part of the softmax, be it the largest logit or not.
+    sinks = jnp.asarray([-1.0, 0.0, 3.0, 9.0], jnp.float32)
+
+    @quick_jit
+    def results(q, k, v):
+        exact = [x.astype(jnp.float32) for x in (q, k, v)]
+        want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
+        parts = partial_attention(
             q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
             splits=splits, config=config, **scores,
         )  # fmt: skip
-    assert len(got[0]) == splits
-    got = PartialAttention(*got).merged()
+        assert len(parts[0]) == splits
+        got = PartialAttention(*parts).merged()
+        lse = [(x.most + jnp.log(x.total))[0] for x in (got, want)]
+        share = jnp.exp(lse[1] - jnp.logaddexp(lse[1], sinks))[..., None]
+        outs = [x.attention(None) for x in (got, want)]
+        return outs, lse, (want.attention(sinks), outs[1] * share)
+
+    with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
+        outs, lse, with_sinks = jax.block_until_ready(results(q, k, v))
     # Weights are rounded to bfloat16.
-    np.testing.assert_allclose(got.attention(None), want.attention(None), atol=8e-3)
-    lse = [(x.most + jnp.log(x.total))[0] for x in (got, want)]
-    np.testing.assert_allclose(lse[0], lse[1], atol=1e-5)
-    # A sink takes its part of the softmax, be it the largest logit or not.
-    sinks = jnp.asarray([-1.0, 0.0, 3.0, 9.0], jnp.float32)
-    share = jnp.exp(lse[1] - jnp.logaddexp(lse[1], sinks))[..., None]
-    np.testing.assert_allclose(want.attention(sinks), want.attention(None) * share, atol=1e-6)
+    np.testing.assert_allclose(*outs, atol=8e-3)
+    np.testing.assert_allclose(*lse, atol=1e-5)
+    np.testing.assert_allclose(*with_sinks, atol=1e-6)
 
 
 @pytest.mark.parametrize(

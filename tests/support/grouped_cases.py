@@ -18,8 +18,9 @@ SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "one": ((150,), 150),
     "large": ((3, 300, 0, 17), 320),
     "many": (tuple(np.random.default_rng(1).multinomial(300, np.ones(128) / 128).tolist()), 320),
-    "several": ((3, 0, 9, 1, 14, 2, 0, 7, 4), 44),  # In one tile.
-    "empty": ((0, 0), 70),
+    # In one tile, and none: of the same shapes.
+    "several": ((3, 0, 9, 1, 14, 2, 0, 7, 4), 70),
+    "empty": ((0,) * 9, 70),
 }
 
 
@@ -53,8 +54,8 @@ def make(name, k, n, dtype, rows=None):
     return Case(x, w, jnp.asarray(sizes, jnp.int32), dy, (out, dx, dw))
 
 
-def results(case, implementation=None):
-    """out, dx and dw."""
+def program(implementation=None):
+    """``(x, w, sizes, dy) -> out, dx and dw``."""
 
     def run(x, w, sizes, dy):
         out, vjp = jax.vjp(
@@ -62,7 +63,12 @@ def results(case, implementation=None):
         )
         return out, *vjp(dy)
 
-    return jax.jit(run)(*case[:4])
+    return jax.jit(run)
+
+
+def results(case, implementation=None):
+    """out, dx and dw."""
+    return program(implementation)(*case[:4])
 
 
 def check(case, got, tolerance):

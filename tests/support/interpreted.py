@@ -29,6 +29,7 @@ import time
 from typing import Any, NamedTuple
 from unittest import mock
 
+import interpreted_callbacks  # noqa: F401 - for what it changes
 import interpreted_rows
 import jax
 import jax.numpy as jnp

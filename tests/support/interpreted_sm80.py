@@ -15,6 +15,7 @@ import itertools
 from typing import Any
 from unittest import mock
 
+import interpreted_callbacks  # noqa: F401 - for what it changes
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,7 @@
 """The layers by their formulas, on one device and in the precision of what they are given.
 
-No code shared with the library: complex numbers for RoPE, one softmax over all keys, a Python loop
-over the layers. Parameters are the library's, as nested dicts of arrays.
+No code shared with the library: complex numbers for RoPE, one softmax over all keys. Parameters are
+the library's, as nested dicts of arrays.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def attention_layer(params, x, positions, keep, theta, soft_cap=None):
 
 def decoder(params, tokens, positions, keep, theta, soft_cap=None):
     """Hidden states after the final norm; ``params["layers"]`` are stacked along a first axis."""
-    x = params["embedding"][tokens]
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    for index in range(count):
-        layer = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
-        normed = rms_norm(x, layer["attention_norm"]["scale"])
-        x = x + attention_layer(layer["attention"], normed, positions, keep, theta, soft_cap)
-        normed = rms_norm(x, layer["mlp_norm"]["scale"])
-        up, gate = (normed @ layer["mlp"][name]["kernel"] for name in ("up", "gate"))
-        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ layer["mlp"]["down"]["kernel"]
+
+    def layer(x, params):
+        normed = rms_norm(x, params["attention_norm"]["scale"])
+        x = x + attention_layer(params["attention"], normed, positions, keep, theta, soft_cap)
+        normed = rms_norm(x, params["mlp_norm"]["scale"])
+        up, gate = (normed @ params["mlp"][name]["kernel"] for name in ("up", "gate"))
+        return x + (gate / (1 + jnp.exp(-gate)) * up) @ params["mlp"]["down"]["kernel"], None
+
+    x, _ = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
     return rms_norm(x, params["final_norm"]["scale"])
 
 

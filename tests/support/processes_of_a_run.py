@@ -20,17 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax import ShardingRules
-from burst_jax.training import (
-    Checkpoints,
-    barrier,
-    batches,
-    check_same,
-    initialize,
-    is_main,
-    make_batch,
-    place_batch,
-)
+from burst_jax.parallel.processes import barrier, check_same, initialize, is_main
 
 ROWS = np.arange(4 * 17).reshape(4, 17)
 HEARTBEAT = 5
@@ -58,6 +48,7 @@ def held(batch) -> list:
 
 def place_batches(_: Path, process: int) -> dict:
     """This process's shards of batches, and the errors of wrong ones."""
+    from burst_jax.training import batches, make_batch, place_batch
 
     def place(rows, mesh, *, process_local=False, segments=False):
         batches._COMPARED.clear()  # As the first batch of a program.
@@ -95,6 +86,7 @@ def save_models(folder: Path, process: int) -> dict:
     """The files that ``save`` has written when it returns on this process, and its errors."""
     import safetensors.numpy
 
+    from burst_jax import ShardingRules
     from burst_jax.models import load, save
 
     mesh = make_mesh(fsdp=2, seq=2)
@@ -116,6 +108,7 @@ def save_models(folder: Path, process: int) -> dict:
 def load_rows(folder: Path, process: int) -> dict:
     """What the devices hold of six batches; after the third another loader resumes."""
     from burst_jax.data import Loader, gather_state, open_corpus, rows_of_process
+    from burst_jax.training import make_batch, place_batch
 
     mesh, rows = make_mesh(data=2, seq=2), rows_of_process(4, process, jax.process_count())
     seen, state = [], None
@@ -146,6 +139,8 @@ def make_state(seed: int):
 
 def use_checkpoints(folder: Path, process: int) -> dict:
     """Restores the undamaged one of the folder's two checkpoints, and saves two more."""
+    from burst_jax.training import Checkpoints
+
     state = make_state(seed=5)
     with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
         restored = checkpoints.restore(state)
@@ -171,6 +166,8 @@ def use_checkpoints(folder: Path, process: int) -> dict:
 
 def fill_the_disk(folder: Path, process: int) -> None:
     """Saves one checkpoint, and another one while process 1 has no disk space for its part."""
+    from burst_jax.training import Checkpoints
+
     split = NamedSharding(make_mesh(data=4), P("data"))
     keys = jax.jit(jax.random.split, static_argnums=1, out_shardings=split)
     with Checkpoints(folder) as checkpoints:

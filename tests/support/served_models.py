@@ -12,7 +12,7 @@ from flax import nnx
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder, DecoderConfig, Experts, LayerKind, MixtureOfExperts
+from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts, abstract_decoder
 from burst_jax.serving import Generator
 
 VOCAB = 48
@@ -38,16 +38,16 @@ WITH_BIASES = {
 
 def models(config, sizes, layout, expert=None):
     """The same weights on one device and on a mesh, of which ``expert`` shards experts."""
-    one = Decoder(config, rngs=nnx.Rngs(0), mesh=mesh_of(seq=1), implementation="xla")
+    graphdef, shapes = abstract_decoder(config, mesh=mesh_of(seq=1), implementation="xla")
     rng = np.random.default_rng(0)
 
-    def drawn(path, weight):
-        # Not zeros, as they are initialized, so that a bias that is added twice is noticed.
-        if "bias" not in jax.tree_util.keystr(path):
-            return weight
-        return jnp.asarray(0.3 * rng.normal(size=weight.shape), weight.dtype)
+    def drawn(path, x):
+        """About as large as when initialized, but biases are not 0, nor norms' scales 1."""
+        name, normal = jax.tree_util.keystr(path), rng.normal(size=x.shape)
+        size = 0.3 if "bias" in name or "norm" in name else 0.15
+        return jnp.asarray(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
 
-    nnx.update(one, jax.tree_util.tree_map_with_path(drawn, nnx.state(one)))
+    one = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, shapes))
     mesh = mesh_of(**sizes)
     rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
     options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}

@@ -54,7 +54,8 @@ class Training:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.out.with_name("cache")),
             # Processes that are killed only read the cache.
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0.1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         with self._printed.open("w") as out:
             process = subprocess.Popen(
