@@ -24,7 +24,6 @@ from split_runs import rules_of
 
 import burst_jax
 from burst_jax.models import (
-    Decoder,
     DecoderConfig,
     DynamicRope,
     LayerKind,
@@ -118,7 +117,7 @@ PREFIXES = np.array([7, 0, 32, 12], np.int32)
 
 @functools.cache
 def decoder() -> Any:
-    return Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh())
+    return decoders.initialized(CONFIG, mesh=make_mesh())
 
 
 def on_mesh(mesh, layout, **options):

@@ -208,7 +208,7 @@ MUTANTS = [
     ("pallas_kernels/mosaic/sm90/forward_scores.py", "total = total / row_halves.THREADS_OF_ROW", "pass",
      f"{SM90} -k float16-large-tiles"),
     ("pallas_kernels/mosaic/sm90/forward.py", "static.v_stages - 2, last", "static.v_stages - 1, last",
-     f"{SM90} -k plain-without"),
+     f"{SM90} -k plain-large-tiles-without"),
     ("pallas_kernels/mosaic/sm90/backward_step.py", "used, dp = p * factors, dp * factors",
      "used = p * factors", f"{SM90} -k block_mask"),
     ("pallas_kernels/mosaic/sm90/shared_memory.py", "self.lse(self.stages + do_stage,",

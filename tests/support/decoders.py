@@ -10,8 +10,15 @@ from flax import nnx
 from implementations import quick_jit
 
 import burst_jax
-from burst_jax.models import abstract_decoder
+from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.mesh import axes_size
+
+
+def initialized(config, **options):
+    """A decoder whose weights are initialized by one program, not by one per operation."""
+    graphdef, _ = abstract_decoder(config, **options)
+    init = quick_jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0), **options)))
+    return nnx.merge(graphdef, init())
 
 
 def on_its_mesh(model, tokens, segments, cotangent, **masks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import decoders
 import jax
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from meshes import mesh_of
 
 from burst_jax.layouts import work_report
 from burst_jax.layouts.work import MIN_SHARD
-from burst_jax.models import Decoder, DecoderConfig
+from burst_jax.models import DecoderConfig
 from burst_jax.training import (
     RunLog,
     WorkLog,
@@ -72,7 +73,7 @@ def loss_and_gradients(mesh, layout, **options):
     config = DecoderConfig(
         vocab_size=97, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16
     )
-    model = Decoder(config, mesh=mesh, layout=layout, rngs=nnx.Rngs(0), **options)
+    model = decoders.initialized(config, mesh=mesh, layout=layout, **options)
     # Large weights: the second layer then depends on what the first attends to.
     nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(model)))
     batch = make_batch(ROWS, layout=layout, num_shards=mesh.shape["seq"], segment_ids=SEGMENTS)
