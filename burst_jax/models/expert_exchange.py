@@ -176,9 +176,13 @@ def _round(
     def send(x: jax.Array) -> jax.Array:
         return exchange(x.reshape(n, -1, *x.shape[1:]), axes).reshape(x.shape)
 
-    received = send(copied(tokens, pair, slot))
-    received_weights = send(moved(weights.reshape(-1), assignment, place))
-    numbers = send(number.reshape(-1).at[assignment].get(mode="fill", fill_value=0))
+    sent = (
+        copied(tokens, pair, slot),
+        moved(weights.reshape(-1), assignment, place),
+        number.reshape(-1).at[assignment].get(mode="fill", fill_value=0),
+    )
+    # Ready at the same time, so that XLA sends them in one transfer.
+    received, received_weights, numbers = map(send, lax.optimization_barrier(sent))
     # XLA would compute the other as late as it can, when nothing is being sent.
     received, other = lax.optimization_barrier((received, meanwhile()))
     number_of_row, row_of_number = _copies(place_of_row, numbers, n, size * most)
