@@ -27,7 +27,7 @@ from burst_jax.models import DecoderConfig, MixtureOfExperts
 from burst_jax.serving.cache import Cache, FillState, SlotMetadata
 from pallas_kernels.timing import median_time
 
-# Rounds before those that are timed: after compiling it takes a GPU some 0.1 s to raise its clocks.
+# Rounds before those that are timed. The first ones after compiling are slower; why is not known.
 _WARM_UP, _ROUNDS = 20, 20
 _COPIED = 2**29
 
@@ -62,13 +62,16 @@ def fill(server: Server, length: int) -> None:
         tuple(normal(jax.random.key(2 * i), x) for i, x in enumerate(cache.keys)),
         tuple(normal(jax.random.key(2 * i + 1), x) for i, x in enumerate(cache.values)),
         tuple(map(slots, cache.slots)),
-        jnp.full_like(cache.lengths, length),
+        cache.lengths,
     )
     rewind(server, length)
 
 
 def rewind(server: Server, length: int) -> None:
     """Lets the next tokens replace those after the first ``length``."""
+    cache = server._cache
+    assert cache is not None
+    server._cache = cache._replace(lengths=jnp.full_like(cache.lengths, length))
     server._filled = FillState(length, length)
     server._lengths[:] = length
 

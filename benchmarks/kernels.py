@@ -186,15 +186,17 @@ def arrays_of(case: Case) -> tuple[jax.Array, ...]:
     )
 
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attention = Callable[..., jax.Array]
 
 
 def with_gradients(attend: Attention) -> Callable[..., tuple[jax.Array, ...]]:
-    """``(q, k, v, dO) -> (out, dQ, dK, dV)``, compiled."""
+    """``(q, k, v, dO, *others) -> (out, dQ, dK, dV)`` of ``attend(q, k, v, *others)``, compiled."""
 
     @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[jax.Array, ...]:
-        out, vjp = jax.vjp(attend, q, k, v)
+    def both(
+        q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, *others: Any
+    ) -> tuple[jax.Array, ...]:
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
         return out, *vjp(do)
 
     return both

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,6 +61,25 @@ def others(case: Case) -> dict[str, dict[str, Any]]:
     }
 
 
+def _with_arrays(arguments: dict[str, Any]) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
+    """``attend(q, k, v, *arrays)`` and the arrays among the arguments.
+
+    As constants of a program, XLA would compute what follows from them while compiling.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    is_array = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> jax.Array:
+        given = iter(arrays)
+        merged = [
+            next(given) if dynamic else x for x, dynamic in zip(leaves, is_array, strict=True)
+        ]
+        return local_attention(q, k, v, is_causal=True, **jax.tree.unflatten(structure, merged))
+
+    arrays = [jnp.asarray(x) for x, dynamic in zip(leaves, is_array, strict=True) if dynamic]
+    return attend, arrays
+
+
 def measure(
     case: Case, *, turns: int, seconds: float, clock: Clock
 ) -> dict[str, tuple[float, float]]:
@@ -69,19 +89,21 @@ def measure(
       Unusable: an option that should not change the result does.
     """
     q, k, v, do = arrays_of(case)
-    options = {PLAIN: {}, **neutral(case), **others(case)}
+    unchanged = neutral(case)
+    options = {PLAIN: {}, **unchanged, **others(case)}
     calls, plain = {}, ()
     for name, arguments in options.items():
-        attend = functools.partial(local_attention, is_causal=True, **arguments)
-        forward, both = jax.jit(attend), with_gradients(attend)
+        attend, arrays = _with_arrays(arguments)
+        forward = functools.partial(jax.jit(attend), q, k, v, *arrays)
+        both = functools.partial(with_gradients(attend), q, k, v, do, *arrays)
         if name == PLAIN:
-            plain = both(q, k, v, do)
-        elif name in neutral(case):
-            error = max(map(relative_error, both(q, k, v, do), plain))
+            plain = both()
+        elif name in unchanged:
+            error = max(map(relative_error, both(), plain))
             if not error <= _TOLERANCE:
                 raise Unusable(f"{name} changes the result by {error:.1e}")
-        calls[name, "forward"] = functools.partial(forward, q, k, v), jax.block_until_ready
-        calls[name, "both"] = functools.partial(both, q, k, v, do), jax.block_until_ready
+        calls[name, "forward"] = forward, jax.block_until_ready
+        calls[name, "both"] = both, jax.block_until_ready
     del plain
     measured = in_turns(calls, turns=turns, seconds=seconds, clock=clock)
     times = {call: 1e3 * statistics.median(s for s, _ in each) for call, each in measured.items()}

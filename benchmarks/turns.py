@@ -147,6 +147,9 @@ def compare(
     del started, first, others
     right = [row.agrees(_TOLERANCE, e) for row, e in zip(rows[1:], errors, strict=True)]
     if not (rows[0].agrees(_TOLERANCE, *errors) and all(right)):
+        wrong = next((row for row in rows[1:] if row.note), rows[0])
+        for row in rows:
+            row.note = row.note or f"not timed: the results of {wrong.peer} differ"
         return rows
     calls = {
         (index, what): (getattr(side, what), side.wait)
@@ -189,8 +192,8 @@ def compare_cases(
 
 
 def _line(rows: list[Row]) -> str:
-    if notes := [row.note for row in rows if row.note]:
-        return f"{rows[0].case}: {notes[0]}"
+    if rows[0].note:
+        return f"{rows[0].case}: " + "; ".join(f"{row.peer}: {row.note}" for row in rows)
     first, *others = rows
     rates = (f"{row.forward:.0f} / {row.both:.0f}" for row in rows)
     ratios = (f"{x.forward / first.forward:.3f} / {x.both / first.both:.3f}" for x in others)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,19 +47,21 @@ class Installation:
     @classmethod
     def parse(cls, text: str) -> Installation:
         """``PYTHON`` or ``PYTHON:CHECKOUT``; without a checkout it is the working directory."""
-        python, _, checkout = text.partition(":")
-        found = cls(Path(python).absolute(), Path(checkout or ".").absolute())
-        if not os.access(found.python, os.X_OK) or found.python.is_dir():
-            raise argparse.ArgumentTypeError(f"{python} is no Python interpreter")
-        if not (found.checkout / "benchmarks" / "versions.py").is_file():
+        name, _, checkout = text.partition(":")
+        python, folder = shutil.which(name), Path(checkout or ".").absolute()
+        if python is None:
             raise argparse.ArgumentTypeError(
-                f"{found.checkout} has no benchmarks/versions.py: name a checkout of this project"
+                f"{name!r} is no program: name a Python interpreter, for example .venv/bin/python"
             )
-        return found
+        if not (folder / "benchmarks" / "versions.py").is_file():
+            raise argparse.ArgumentTypeError(
+                f"{folder} has no benchmarks/versions.py: name a checkout that has this benchmark"
+            )
+        return cls(Path(python).absolute(), folder)
 
 
 class Worker:
-    """A process of an installation that runs what it is told."""
+    """A process of an installation that runs commands."""
 
     def __init__(self, installation: Installation):
         self._python = installation.python
@@ -94,9 +97,9 @@ class Worker:
         assert self._process.stdout is not None
         self.tell(command, argument)
         line = self._process.stdout.readline()
-        answer, error = json.loads(line) if line else (None, f"{self._python} ended")
+        answer, error = json.loads(line) if line else (None, "the process ended")
         if error:
-            raise RuntimeError(error)
+            raise RuntimeError(f"{self._python}: {error}")
         return answer
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class Worker:
 
 
 def _side(worker: Worker, name: str, case: Case, folder: Path) -> Side:
-    """A case in a worker; results travel through files of the folder."""
+    """A case in a worker, whose results are read from files in the folder."""
     worker.ask("case", dataclasses.asdict(case))
 
     def load(_: object) -> list[np.ndarray]:
@@ -138,6 +141,7 @@ def _work(commands: IO[str], answers: IO[str]) -> None:
                     jax.devices()[0].device_kind, jax.__version__, matmul_ceiling(jnp.bfloat16)
                 ]  # fmt: skip
             elif command == "case":
+                failure = ""  # of a call of the last case, for which nobody waited
                 side = results = None  # frees the last case's arrays
                 case = Case(**argument)
                 side = ours(case, arrays_of(case))
@@ -151,7 +155,7 @@ def _work(commands: IO[str], answers: IO[str]) -> None:
                         np.save(path, np.asarray(array).view(np.uint16))
                 else:
                     results = getattr(side, command)()
-        except Exception as error:  # Told commands have no answer: the next one has it.
+        except Exception as error:  # Calls have no answer: the next command's has the error.
             known = isinstance(error, Unusable)
             failure = failure or (str(error) if known else f"{type(error).__name__}: {error}")
         if command not in ("forward", "both"):
@@ -175,7 +179,7 @@ def run(args: argparse.Namespace) -> None:
         raise Unusable("benchmarks versions compares installations: name two or more")
     require_outputs(args.json)
     jax.config.update("jax_platforms", "cpu")  # This process compares results only.
-    with _workers(args.installations) as workers, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _workers(args.installations) as workers:
         try:
             devices = [worker.ask("device") for worker in workers]
         except RuntimeError as error:

@@ -28,6 +28,8 @@ INTERVAL_SIZE = 4
 class DocumentBounds(NamedTuple):
     """Tile bounds of query tiles, and intervals of their queries.
 
+    Those of the backward pass are of KV tiles: read keys for queries, and queries for keys.
+
     Attributes:
       ranges: tile bounds (:mod:`pallas_kernels.bounds`).
       intervals: int32 ``[B, query tiles, 4 * parts]``: for each part of a tile ``(start, end,

@@ -50,8 +50,8 @@ Score = Literal["softmax", "sigmoid"]
 # The slope of the clamped variant's sigmoid, with which x sigmoid(slope x) is nearly GELU.
 _CLAMPED_SLOPE = 1.702
 _MAX_EXPERTS = 65536
-# While decoding, the largest logits of up to so many experts are found by comparing all pairs.
-_RANKED = 512
+# While decoding, the largest logits are found by comparing all pairs, if these are so few.
+_COMPARISONS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +310,7 @@ class MixtureOfExperts(FeedForward):
             logits = add_adapter(self.router, x, logits.reshape(*x.shape[:2], -1))
             logits = logits.reshape(-1, experts.count)
         scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-        if self.is_decoding and experts.count <= _RANKED:
+        if self.is_decoding and logits.size * experts.count <= _COMPARISONS:
             values, chosen = largest(logits, experts.per_token)
             weights = self._weights_of(values, logits)
         else:

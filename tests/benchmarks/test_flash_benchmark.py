@@ -67,7 +67,10 @@ def test_other_results_and_failures_are_not_timed(run):
 
     lines, rows = run(CASE, CASE, theirs=wrong)
     notes = ["wrong: out; not timed", "RuntimeError: no such kernel"]
-    assert lines == [f"small: {note}" for note in notes]
+    assert lines == [
+        f"small: {'; '.join(2 * [f'burst-jax: {notes[0]}'])}",
+        f"small: all: {notes[1]}",
+    ]
     assert [row.note for row in rows] == [notes[0], *notes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -21,7 +22,8 @@ NO_CLOCK: Any = SimpleNamespace(median=lambda *_: 1500.0)
 
 
 @pytest.fixture
-def installation():
+def installation(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     return versions.Installation.parse(f"{sys.executable}:{ROOT}")
 
 
@@ -42,16 +44,18 @@ def test_another_result_is_not_timed(tmp_path):
     one = versions.np.ones(3, versions.np.float32)
     sides = [side("a", one), side("b", one), side("c", 2 * one)]
     rows = turns.compare(CASE, sides, turns=1, seconds=0.01, clock=NO_CLOCK)
-    assert [row.note for row in rows] == ["wrong: out; not timed", "", "wrong: out; not timed"]
-    assert turns._line(rows) == "small: wrong: out; not timed"
+    wrong = "wrong: out; not timed"
+    assert [row.note for row in rows] == [wrong, "not timed: the results of c differ", wrong]
+    assert turns._line(rows) == "small: " + "; ".join(f"{x.peer}: {x.note}" for x in rows)
 
 
-def test_a_failed_call_is_told_with_the_next_answer():
+def test_a_failed_call_is_in_the_next_answer_of_its_case():
     answers = io.StringIO()
-    told = [["forward", None], ["both", None], ["wait", None], ["wait", None]]
+    case = dataclasses.asdict(CASE)
+    told = [["both", None], ["wait", None], ["both", None], ["case", case]]
     versions._work(io.StringIO("\n".join(map(json.dumps, told))), answers)
-    failed, also = map(json.loads, answers.getvalue().splitlines())
-    assert failed == also == [None, "AssertionError: "]
+    failed, another = map(json.loads, answers.getvalue().splitlines())
+    assert (failed, another) == ([None, "AssertionError: "], [None, ""])
 
 
 def test_a_process_that_ended_is_named(installation, tmp_path):
@@ -59,7 +63,10 @@ def test_a_process_that_ended_is_named(installation, tmp_path):
     ends.write_text("#!/bin/sh\nexit 3\n")
     ends.chmod(0o755)
     worker = versions.Worker(versions.Installation(ends, ROOT))
-    with contextlib.closing(worker), pytest.raises(RuntimeError, match=f"{ends} ended"):
+    with (
+        contextlib.closing(worker),
+        pytest.raises(RuntimeError, match=f"{ends}: the process ended"),
+    ):
         worker.ask("device")
 
 
@@ -67,7 +74,7 @@ def test_a_process_that_ended_is_named(installation, tmp_path):
     ("arguments", "message"),
     [
         ([sys.executable], "benchmarks versions compares installations: name two or more"),
-        (["nothing", sys.executable], "nothing is no Python interpreter"),
+        (["nothing", sys.executable], "'nothing' is no program: name a Python interpreter"),
         ([f"{sys.executable}:/"], "/ has no benchmarks/versions.py: name a checkout"),
     ],
 )

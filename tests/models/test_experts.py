@@ -172,6 +172,13 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
 def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, popular, chunks):
     """In several rounds, with padding; two popular experts have all tokens, the others none."""
     monkeypatch.setattr(expert_exchange, "_FEW", 0)
+    together, barrier = [], jax.lax.optimization_barrier
+
+    def recorded(x):
+        together.append([leaf.dtype.name for leaf in jax.tree.leaves(x)])
+        return barrier(x)
+
+    monkeypatch.setattr(jax.lax, "optimization_barrier", recorded)
     experts = Experts(24, 2, router_bias=True, capacity_factor=factor)
     config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True, mlp_chunks=chunks)
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
@@ -210,6 +217,8 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, p
     arrays = jnp.asarray(x, jnp.float32), jnp.asarray(present), jnp.asarray(cotangent, jnp.float32)
     (out, (*sums, (rounds, devices))), dweights, dx = jax.device_get(run(weights, *arrays))
     found = out, tuple(sums)
+    # Tokens, weights and numbers: else XLA of JAX 0.11 sends one of them apart.
+    assert ["float32", "float32", "int32"] in together
     assert devices == math.prod(mesh.shape[name] for name in over)
     assert (rounds > 0) == (factor is not None)
     want, (gradients, want_dx) = plain_model.gradients(
@@ -257,8 +266,9 @@ MIXTURE = dataclasses.replace(
     [
         ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, "seq", 3),
         pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, None, 20, marks=pytest.mark.slow),
+        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, "data", 3, marks=pytest.mark.slow),
         pytest.param(
-            (2, 1, 1, 2, 1), AxisType.Explicit, {"remat": "half"}, "data", 3, marks=pytest.mark.slow
+            (2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, "seq", 3, marks=pytest.mark.slow
         ),
     ],
 )

@@ -26,6 +26,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90 import configs as sm90
+from pallas_kernels.mosaic.sm90 import dq
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
@@ -108,6 +109,32 @@ def test_sm90_kernels_reject_tiles_that_they_do_not_support():
         kernels = mosaic_sm90(backward_config=config)
         with pytest.raises(ValueError, match=message):
             local.gradients(kernels, (q, q), (k, k), stats, side, side, spec=SPEC(0.1))
+
+
+def test_which_calls_have_tiles_of_96_keys_in_the_backward():
+    """Others would get wrong gradients, or tiles that do not fit."""
+    side = local.tokens(jnp.arange(64, dtype=jnp.int32))
+    q = jnp.zeros((1, 64, 2, 192), jnp.bfloat16)
+    stats = (jnp.zeros((1, 2, 64)),) * 2
+    tiles = MosaicConfig(64, 96, 2, do_stages=1, wide=True)
+    slopes: Any = {"numbers": {"alibi_slopes": jnp.ones(2)}}
+    for config, options, message in (
+        (tiles, slopes, "block_kv is 96: with a bias, dropout, .* supports 64"),
+        (
+            dataclasses.replace(tiles, do_stages=None), {},
+            "stages is 2 and do_stages None: with block_kv 96 .* has memory for 2 and 1",
+        ),
+    ):  # fmt: skip
+        kernels = mosaic_sm90(backward_config=config)
+        with pytest.raises(ValueError, match=message):
+            local.gradients(kernels, (q, q), (q, q), stats, side, side, spec=SPEC(0.1), **options)
+    for dtype, length, keys in (
+        (jnp.bfloat16, 64, 96), (jnp.float16, 96, 96), (jnp.float16, 64, 64),
+    ):  # fmt: skip
+        x = jnp.zeros((1, length, 2, 192), dtype)
+        inputs = local.inputs_of(x, x, x, side, side)
+        expected = keys if sm90.moves_registers() else 64
+        assert dq.shipped_config(inputs, SPEC(0.1)).block_kv == expected
 
 
 # --- sm90 ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -69,4 +70,6 @@ def test_chunks_are_for_long_causal_calls_with_shared_heads(
     inputs = AttentionInputs(QuerySide(heads(32), positions, ids), keys)
     spec = AttentionSpec.of(0.1, **mask)
     static = dq.backward_static(inputs, spec, backward_config(dim))
+    # As with intervals, which masks by arrays are not.
+    static = dataclasses.replace(static, has_intervals=segments)
     assert static.visits_chunks == chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import compare
 import interpreted
@@ -56,8 +57,11 @@ LATENT, WIDE_DETERMINISTIC = (
     for forward, keys, deterministic in (((128, 2), 128, False), ((96, 2), 64, True))
 )
 # One consumer accumulates dV, the other dK.
-SPLIT_GRADIENTS = mosaic_sm90(
-    MosaicConfig(128, 96, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True)
+SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
+    mosaic_sm90(
+        MosaicConfig(128, 96, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True), deterministic
+    )
+    for deterministic in (False, True)
 )
 # The same without a producer warpgroup.
 LATENT_SHARED, WIDE_SHARED = (
@@ -154,6 +158,7 @@ RUNS = [
     ("wide", WIDE_DETERMINISTIC),
     ("split", SPLIT_GRADIENTS),
     ("split_tiles", SPLIT_GRADIENTS),
+    ("split_tiles", SPLIT_DETERMINISTIC),
     ("latent", LATENT_SHARED),
     ("wide", WIDE_SHARED),
     *((name, LARGE) for name in LARGE_TILES),
@@ -168,6 +173,7 @@ QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions", "documents"
 SUFFIXES = {
     WIDE_DETERMINISTIC: "-deterministic",
     SPLIT_GRADIENTS: "-gradients",
+    SPLIT_DETERMINISTIC: "-gradients-deterministic",
     LARGE: "-large-tiles",
     LARGE_DETERMINISTIC: "-large-tiles-deterministic",
     SHARED: "-without-producer",
@@ -256,8 +262,14 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
         monkeypatch.setattr(WorkTiles, "counter", always_large)
     # Two sequences: each has its own segment ids and KV bounds.
     inputs = inputs_of(case, batch=2 if name == "kv_bounds" else 1)
+    gains, gain = [], row_intervals._intervals_gain
+    record = lambda *x: gains.append(gain(*x)) or gains[-1]  # noqa: E731
+    monkeypatch.setattr(row_intervals, "_intervals_gain", record)
     got = interpret_all(inputs, kernels)
     compare.assert_exact(got, inputs.reference, case["dtype"])
+    if "intervals" in name:  # in both passes
+        assert len(gains) >= 2
+        assert all(gains)
 
 
 @needs_interpreter
@@ -367,8 +379,11 @@ def test_queries_of_shared_heads_are_visited_by_chunks(monkeypatch):
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
     monkeypatch.setattr(work_tiles, "_L2_BYTES", 1)
     monkeypatch.setattr(query_order, "_CHUNK_STEPS", 6)
+    visits = mock.Mock(wraps=query_order._in_chunks)
+    monkeypatch.setattr(query_order, "_in_chunks", visits)
     inputs = inputs_of({**CASES["late"], "lengths": (392, 197)})
     compare.assert_exact(interpret_all(inputs), inputs.reference, "bfloat16")
+    assert visits.called
 
 
 @needs_interpreter

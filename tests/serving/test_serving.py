@@ -24,8 +24,8 @@ from served_models import (
     CONFIG,
     LIKE_GEMMA,
     LIKE_GPT,
+    NORMS_AFTER_BIASES,
     VOCAB,
-    WINDOWS,
     WITH_BIASES,
     WITH_EXPERTS,
     Watched,
@@ -56,7 +56,7 @@ def case(sizes, layout, lengths, new, chunk=None, extend=None, split=False, expe
 
 
 CASES = [
-    case({"seq": 3}, "zigzag", [59, 33], 6, chunk=30, extend=30, layer_pattern=WINDOWS),
+    case({"seq": 3}, "zigzag", [59, 33], 6, chunk=30, extend=30, **NORMS_AFTER_BIASES),
     case({"data": 2, "seq": 2, "tensor": 2}, "striped", [37, 9], 20, extend=11, **LIKE_GEMMA),
     # Three devices divide neither 4 heads nor 50 hidden features.
     case(
@@ -248,9 +248,7 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     q, k = normal(batch, length, heads, dim), normal(batch, capacity, kv_heads, dim)
     v = normal(batch, capacity, kv_heads, value_dim)
     present = (rng.random((batch, capacity)) < 0.8) & (np.arange(capacity) < used)
-    slots = SlotMetadata(
-        jnp.asarray(rng.permutation(capacity), jnp.int32), jnp.asarray(present, jnp.int32)
-    )
+    slots = SlotMetadata(*(jnp.asarray(x, jnp.int32) for x in (rng.permutation(capacity), present)))
     last = jnp.int32(capacity - 10)
     scores: Any = {"scale": scale, "logits_soft_cap": soft_cap, "window": window}
     # A sink takes its part of the softmax, be it the largest logit or not.
@@ -268,13 +266,12 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
         got = PartialAttention(*parts).merged()
         lse = [(x.most + jnp.log(x.total))[0] for x in (got, want)]
         share = jnp.exp(lse[1] - jnp.logaddexp(lse[1], sinks))[..., None]
-        outs = [x.attention(None) for x in (got, want)]
-        return outs, lse, (want.attention(sinks), outs[1] * share)
+        out = want.attention(None)
+        return (got.attention(None), out), lse, (want.attention(sinks), out * share)
 
     with contextlib.nullcontext() if ON_GPU else interpreted_sm80.interpreted():
         outs, lse, with_sinks = jax.block_until_ready(results(q, k, v))
-    # Weights are rounded to bfloat16.
-    np.testing.assert_allclose(*outs, atol=8e-3)
+    np.testing.assert_allclose(*outs, atol=8e-3)  # Weights are rounded to bfloat16.
     np.testing.assert_allclose(*lse, atol=1e-5)
     np.testing.assert_allclose(*with_sinks, atol=1e-6)
 
@@ -495,9 +492,8 @@ def test_collectives_of_a_step(split):
         size += batch * (projected + 3 * config.embed_dim + config.vocab_size)
         count += 5
     assert len(sent[0]) == count
-    shapes = [shape for text in sent[0] for shape in re.findall(r"\w+\[([\d,]*)\]", text)]
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(sent[0]))
     assert sum(np.prod([int(n) for n in shape.split(",")]) for shape in shapes) == size
-    for weight in jax.tree.leaves(server._steps.model.weights):
-        if weight.ndim > 1:
-            shard = weight.addressable_shards[0].data
-            assert shard.nbytes == weight.nbytes // (devices if split else 1)
+    matrices = [x for x in jax.tree.leaves(server._steps.model.weights) if x.ndim > 1]
+    parts = devices if split else 1
+    assert all(x.addressable_shards[0].data.nbytes == x.nbytes // parts for x in matrices)

@@ -13,9 +13,8 @@ thread, one CTA after the other, and finds data races by vector clocks. Added he
 - a barrier wait that never completes is an error.
 
 It does not show races between the threads of one warpgroup, register layouts, and late effects of
-TMA: copies complete at once (but a read that does not wait for one is a race).
-
-This depends on private names of JAX 0.12.
+TMA: copies complete at once (but a read that does not wait for one is a race). It depends on private
+names of JAX 0.12.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import time
 from typing import Any, NamedTuple
 from unittest import mock
 
-import interpreted_callbacks  # noqa: F401 - for what it changes
+import interpreted_callbacks
 import interpreted_rows
 import jax
 import jax.numpy as jnp
@@ -54,8 +53,7 @@ from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import instructions, row_halves, row_intervals, row_maximum
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
-# Number of clocks that asynchronous copies and products use in turn. A race between two that share
-# one is missed.
+# Clocks that asynchronous copies and products use in turn. A race between two of one is missed.
 _CLOCKS = 97
 _DEVICES = 8
 
@@ -481,6 +479,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
     """
     params = plgpu.InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=_CLOCKS)
     with (
+        interpreted_callbacks.with_numpy(),
         mock.patch.object(_Impatient, "patience", patience),
         mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
         mock.patch.object(instructions, "store_left_operand", interpreted_rows.store_left_operand),

@@ -15,7 +15,7 @@ import itertools
 from typing import Any
 from unittest import mock
 
-import interpreted_callbacks  # noqa: F401 - for what it changes
+import interpreted_callbacks
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -245,6 +245,7 @@ def interpreted(without_barrier: int | None = None, *, detect_races: bool = True
     """
     kernel = functools.partial(_kernel, without_barrier, detect_races)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(interpreted_callbacks.with_numpy())
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
         stack.enter_context(mock.patch.object(transfers, "store_rows", _store_rows))

@@ -21,6 +21,7 @@ CONFIG = DecoderConfig(
     mlp_dim=48, param_dtype=jnp.float32,
 )  # fmt: skip
 WINDOWS = (LayerKind(window=20), LayerKind())
+NORMS_AFTER_BIASES = {"layer_pattern": WINDOWS, "qkv_bias": True, "qk_norm": True}
 LIKE_GEMMA = {
     "layer_pattern": WINDOWS, "logits_soft_cap": 5.0, "final_soft_cap": 3.0, "post_norms": True,
     "tie_embeddings": True, "scale_embeddings": True, "norm_offset": 1.0, "qk_norm": False,

@@ -112,6 +112,8 @@ def backward(
     splits = config.splits_gradients and dims == SPLIT_HEAD_DIMS
     if config.block_kv != shipped and not (config.shares_keys or splits):
         raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
+    if splits:
+        _check_split(static)
     if config.stages == 2 and not (config.wide or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
     if config.cluster != 1:
@@ -174,6 +176,21 @@ def _bases_and_lse(
     per_head = {name: x[:, None] for name, x in inputs.shared.score_parameters.items()}
     _, intercept = static.spec.score.affine_bias(from_base, per_head, LOG2_E)
     return bases, jnp.stack([lse, lse - intercept])
+
+
+def _check_split(static: BackwardStatic) -> None:
+    """Raises ValueError for what :mod:`pallas_kernels.mosaic.sm90.split_step` does not compute."""
+    config = static.config
+    if (config.stages, config.do_stages) != (2, 1):
+        raise ValueError(
+            f"stages is {config.stages} and do_stages {config.do_stages}: with block_kv "
+            f"{config.block_kv} the backward kernel has memory for 2 and 1"
+        )
+    if static.needs_registers:
+        raise ValueError(
+            f"block_kv is {config.block_kv}: with a bias, dropout, a soft cap or a user function "
+            "the backward kernel supports 64"
+        )
 
 
 def backward_bounds(

@@ -59,7 +59,7 @@ class StepTile(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """One consumer warpgroup's part of a work tile: 64 keys.
+    """One consumer warpgroup's part of a work tile.
 
     Steps are counted over all work tiles of a CTA.
 

@@ -35,7 +35,7 @@ WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (25
 # Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
 SPLIT_BLOCK_KV = 96
 SPLIT_HEAD_DIMS = 192, 192
-# Queries of a tile of scores of that step.
+# Queries of a tile of scores of :mod:`pallas_kernels.mosaic.sm90.wide_step`.
 WIDE_SCORE_QUERIES = 32
 # With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
 _ROOM_FOR_ALL = 64
@@ -49,10 +49,11 @@ class MosaicConfig:
 
     Attributes:
       block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
-      block_kv: keys per tile, a multiple of 32. Backward: 128, 64 per consumer warpgroup; or 64, if
-        ``wide``.
+      block_kv: keys per tile, a multiple of 32. Backward: 128, 64 per consumer warpgroup; if
+        ``wide`` also 64, or 96 at head dims (192, 192).
       stages: pipeline stages of the side that is looped over.
-      do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
+      do_stages: pipeline stages of dO in the backward kernel; None: as many as of q. 2 or more, 1
+        with tiles of 96 keys.
       v_stages: pipeline stages of V in the forward kernel; None: as many as of K.
       cluster: CTAs per cluster of the forward kernel, 1 or 2. They work on neighboring query tiles
         in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
@@ -90,7 +91,7 @@ class MosaicConfig:
             stages = getattr(self, name)
             fewest = 1 if name == "do_stages" and self.splits_gradients else 2
             if stages is not None and stages < fewest:
-                raise ValueError(f"{name} is {stages}: it must be 2 or more")
+                raise ValueError(f"{name} is {stages}: it must be {fewest} or more")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster is {self.cluster}: it must be 1 or 2")
         if self.cluster > 1 and not self.producer_warpgroup:

@@ -25,6 +25,7 @@ from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     LARGE_BLOCK_Q,
+    SPLIT_BLOCK_KV,
     WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
     backward_config,
@@ -43,6 +44,9 @@ def shipped_config(
     blocks, small = inputs.shared.block_mask, needs_registers(spec, inputs.has_bias)
     if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
         small = small or blocks is not None
+        # Keys past the last one then have weights, which times delta may exceed float16.
+        ragged = inputs.kv_length % SPLIT_BLOCK_KV != 0
+        small = small or (ragged and inputs.query.q.dtype == jnp.float16)
         return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim, small))
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two
     # of them leave none for 128 queries.

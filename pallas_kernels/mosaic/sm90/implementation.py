@@ -23,8 +23,8 @@ from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
-# Of the forward and the backward kernel; None is the shipped one.
-Configs = tuple[MosaicConfig | None, MosaicConfig | None]
+# Of the kernels that a call runs; None is the shipped one.
+Configs = tuple[MosaicConfig | None, ...]
 
 
 def mosaic_sm90(
@@ -55,7 +55,7 @@ def mosaic_sm90(
         backward_bounds=functools.partial(backward_bounds, **of_backward),
         split_backward=split_tiles,
         dq_accumulator=accumulator,
-        unsupported=functools.partial(_unsupported, configs=configs),
+        unsupported=functools.partial(_unsupported, configs=(forward_config,)),
         backward_unsupported=functools.partial(_backward_unsupported, configs=configs),
         unsupported_functions=functools.partial(
             _unsupported_functions, deterministic=deterministic
@@ -91,7 +91,10 @@ def _unsupported(inputs: AttentionInputs, *, configs: Configs) -> str | None:
     wrong = [size for size in sizes if size % BLOCK_TOKENS]
     if not wrong:
         return None
-    return f"block_kv is {wrong[0]}; with a block_mask it must be a multiple of {BLOCK_TOKENS}"
+    return (
+        f"block_kv is {wrong[0]}; with a block_mask it must be a multiple of {BLOCK_TOKENS} (use "
+        "the shipped config, None)"
+    )
 
 
 def _backward_unsupported(inputs: AttentionInputs, *, configs: Configs) -> str | None:

@@ -65,7 +65,8 @@ class BackwardInputs(NamedTuple):
     """What the backward kernel reads.
 
     Attributes:
-      bounds: int32 ``[1 or B, KV tiles, 4]``, or tile lists (:mod:`pallas_kernels.bounds`).
+      bounds: int32 ``[1 or B, KV tiles, 4]``, or tile lists (:mod:`pallas_kernels.bounds`), or
+        :class:`pallas_kernels.document_bounds.DocumentBounds` of the keys.
       q: ``[B, T, N, H]``.
       do: ``[B, T, N, Hv]``.
       k: ``[B, S, K, H]``.

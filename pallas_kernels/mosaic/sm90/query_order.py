@@ -26,8 +26,9 @@ def tile_and_head(
     """The query tile and the query head of a step.
 
     Tiles that need a mask come first, for all heads, then the others. In both groups heads vary
-    slowest, unless :attr:`BackwardStatic.visits_chunks`: CTAs that run at the same time then mostly
-    read one head's queries, which fit in the L2 cache.
+    slowest: CTAs that run at the same time then mostly read one head's queries, which fit in the L2
+    cache. If they do not fit (:attr:`BackwardStatic.visits_chunks`), heads of full tiles vary
+    fastest.
     """
     iterator, groups = work.iterator, static.groups
     if groups == 1:

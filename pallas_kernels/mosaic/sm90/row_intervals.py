@@ -42,7 +42,9 @@ _MOST_KEYS_PER_HEAD = 2048
 
 
 class RowIntervals(NamedTuple):
-    """The intervals of keys of one warpgroup's queries, the rows of a tile of scores.
+    """The intervals of one warpgroup's rows of a tile of scores.
+
+    Rows are queries and intervals of keys in the forward pass, the other way round in the backward.
 
     Attributes:
       table: reference to ``intervals`` of :class:`pallas_kernels.document_bounds.DocumentBounds`.

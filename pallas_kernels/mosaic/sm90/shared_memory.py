@@ -174,7 +174,7 @@ class BackwardMemory(NamedTuple):
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
       ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product. If
-        ``splits_gradients``, ``[1, 1, block_q, block_kv]`` for dK's.
+        ``splits_gradients``, ``[1, 1, block_q, block_kv]``, for dK's and one consumer's dQ.
       p: ``[1, block_kv, block_q]``, weights for dV's product if ``wide``; else None. Transposed if
         ``splits_gradients``.
       staging: float32 ``[2, block_q, staging_lanes]``, by consumer warpgroup: gradients on their
@@ -262,8 +262,10 @@ class BackwardBarriers(NamedTuple):
 
     Attributes:
       kv_arrived: the work tile's keys and values have been copied.
-      kv_free: both consumers have read them for the last time.
-      ds_arrived: both consumers have written their dS of a step.
+      kv_free: both consumers have read them for the last time. If ``splits_gradients`` the one that
+        accumulates dK waits for it, too: then dS has been read.
+      ds_arrived: both consumers have written their dS of a step; if ``splits_gradients``, one has
+        written it and the other may read it.
       q_arrived: by stage: queries and their lse have been copied.
       do_arrived: by stage: dO and its delta have been copied.
       q_free: by stage: both consumers have read the queries.
@@ -271,8 +273,9 @@ class BackwardBarriers(NamedTuple):
       slot_fetched: by slot of the tile scheduler.
       slot_free: by slot of the tile scheduler.
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
-        one.
-      p_arrived: one consumer has written a step's P for the other, if ``splits_gradients``.
+        one; none if ``splits_gradients``.
+      p_arrived: one consumer has written a step's P and the other may read it, if
+        ``splits_gradients``.
       v_free: if dV leaves through the memory of the values, it has left.
     """
 

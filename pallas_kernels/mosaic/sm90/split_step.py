@@ -258,8 +258,9 @@ def _weights(
     scores = mask_scores(consumer, at, scores) if masked else scores
     exponents = scores * static.base_2_factor - along_rows(lse, scores.shape)
     if masked and static.keys_are_padded:
-        # Scores of keys past the last one are 0. Their products with such keys are 0, or not
-        # written, if only they are finite. A comparison of indices would take registers.
+        # Scores of keys past the last one are 0. Products of their weights with such keys are 0, or
+        # not written, if only they are finite: float16 has other tiles (dq.py). A comparison of
+        # indices would take registers.
         exponents = jnp.minimum(exponents, 1.0)
     return jnp.exp2(exponents)
 

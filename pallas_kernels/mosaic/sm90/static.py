@@ -222,7 +222,7 @@ class BackwardStatic(Sm90Static):
 
     @property
     def consumers(self) -> int:
-        """Consumer warpgroups, each with 64 keys."""
+        """Consumer warpgroups."""
         return BACKWARD_WARPGROUPS
 
     @property
@@ -320,11 +320,12 @@ class BackwardStatic(Sm90Static):
         and dQ of one head do not fit in the L2 cache. Where they do, or where a window limits what
         CTAs read at the same time, visiting one head after the other takes less of the cache.
         Consumers that start copies find the next tile by counting. Not measured for head dims up to
-        96 and above 128, nor with masks by arrays.
+        96 and above 128, nor with masks by arrays. Packed documents limit what CTAs read like a
+        window.
         """
         is_causal = self.mask.right is not None and self.mask.left is None
         narrow = max(self.head_dim, self.value_dim) <= 96
-        measured = not (narrow or self.config.wide or self.masks_by_arrays)
+        measured = not (narrow or self.config.wide or super().masks_by_arrays)
         may_visit = measured and self.config.producer_warpgroup and self.groups > 1
         return may_visit and is_causal and self.work_tiles.exceeds_cache
 

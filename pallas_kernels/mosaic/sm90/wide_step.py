@@ -10,8 +10,8 @@ time, and dQ some lanes at a time. Two forms, by the tiles:
 - 64 keys, up to (256, 256): both consumers work on the same keys. Each computes the scores of half
   of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in shared
   memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
-  At (192, 192) it serves the calls for which :mod:`pallas_kernels.mosaic.sm90.split_step` has no
-  registers.
+  At (192, 192) it serves the calls that :mod:`pallas_kernels.mosaic.sm90.split_step` does not:
+  those it has no registers for, block-sparse masks, and all with JAX 0.12.
 
 Without a producer warpgroup a step starts the copies of the next one under its first products: the
 step before has read the memory.
