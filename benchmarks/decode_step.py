@@ -71,7 +71,7 @@ def rewind(server: Server, length: int) -> None:
     """Lets the next tokens replace those after the first ``length``."""
     cache = server._cache
     assert cache is not None
-    server._cache = cache._replace(lengths=jnp.full_like(cache.lengths, length))
+    server._cache = dataclasses.replace(cache, lengths=jnp.full_like(cache.lengths, length))
     server._filled = FillState(length, length)
     server._lengths[:] = length
 

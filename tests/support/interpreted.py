@@ -13,8 +13,8 @@ thread, one CTA after the other, and finds data races by vector clocks. Added he
 - a barrier wait that never completes is an error.
 
 It does not show races between the threads of one warpgroup, register layouts, and late effects of
-TMA: copies complete at once (but a read that does not wait for one is a race). It depends on private
-names of JAX 0.12.
+TMA: copies complete at once (but a read that does not wait for one is a race). It depends on
+private names of JAX 0.12.
 """
 
 from __future__ import annotations
