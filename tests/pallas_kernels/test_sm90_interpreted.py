@@ -344,6 +344,18 @@ def test_a_bias_over_a_tiny_scale():
 
 
 @needs_interpreter
+def test_padded_keys_have_finite_weights_where_one_consumer_accumulates_dv():
+    """Keys past the last one have a score of 0; where logits are near -300, its weight is infinite."""
+    inputs = inputs_of(a_case("full", "contiguous", 1, (1, 1), (72, 136), 192, "bfloat16", "none"))
+    q, ((k, v),) = inputs.q.copy(), inputs.kvs
+    k = k.copy()
+    q[..., 0], k[..., 0] = -64, 64
+    inputs = dataclasses.replace(inputs, q=q, kvs=[(k, v)])
+    got = interpret_all(inputs, SPLIT_GRADIENTS)
+    compare.assert_exact(got, inputs.reference, "bfloat16")
+
+
+@needs_interpreter
 def test_block_masks_have_tiles_of_whole_blocks():
     """Else these head dims have 96 keys per tile without a producer warpgroup."""
     case = a_case(
