@@ -345,7 +345,7 @@ def test_a_bias_over_a_tiny_scale():
 
 @needs_interpreter
 def test_padded_keys_have_finite_weights_where_one_consumer_accumulates_dv():
-    """Keys past the last one have a score of 0; where logits are near -300, its weight is infinite."""
+    """Keys past the last one have scores of 0, infinite weights where logits are near -300."""
     inputs = inputs_of(a_case("full", "contiguous", 1, (1, 1), (72, 136), 192, "bfloat16", "none"))
     q, ((k, v),) = inputs.q.copy(), inputs.kvs
     k = k.copy()
