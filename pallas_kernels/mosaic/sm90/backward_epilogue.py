@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import BACKWARD_WARPGROUPS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
-from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
@@ -178,10 +178,7 @@ def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work
     """Writes dK and dV of a work tile whose keys no query attends to."""
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
     if static.config.splits_gradients:
-        staging = refs.memory.staging
-        buffers = staging.at[2], staging.at[0]
-        if static.rounds_dkv:
-            buffers = refs.memory.p.at[0], refs.memory.ds.at[0, 0]
+        buffers = transposed_buffers(static, refs.memory)
         for role, target in enumerate((refs.results.dv, refs.results.dk)):
             zeros = constant((WARPGROUP_ROWS, static.config.block_kv), 0, TILE)
             zeros = (zeros,) * (target.shape[3] // WARPGROUP_ROWS)
@@ -194,6 +191,13 @@ def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work
             zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
     _release_staging(static)
+
+
+def transposed_buffers(static: BackwardStatic, memory: BackwardMemory) -> tuple[Any, Any]:
+    """Shared memory of :func:`write_transposed` for dV and for dK."""
+    if static.rounds_dkv:
+        return memory.p.at[0], memory.ds.at[0, 0]
+    return memory.staging.at[2], memory.staging.at[0]
 
 
 def write_transposed(

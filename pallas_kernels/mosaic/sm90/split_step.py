@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.fragments import (
 )
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     load_dq_factors,
+    transposed_buffers,
     write_transposed,
 )
 from pallas_kernels.mosaic.sm90.backward_scores import (
@@ -72,8 +73,8 @@ def _accumulate_dv(consumer: Consumer) -> None:
     dv = lax.fori_loop(work.steps_before, masked_end, masked, dv)
     dv = lax.fori_loop(masked_end, consumer.end, full, dv)
     plgpu.barrier_arrive(refs.barriers.kv_free)
-    staging = refs.memory.p.at[0] if static.rounds_dkv else refs.memory.staging.at[_LAST]
-    _write(consumer, staging, refs.results.dv, dv)
+    buffer, _ = transposed_buffers(static, refs.memory)
+    _write(consumer, buffer, refs.results.dv, dv)
 
 
 def _accumulate_dk(consumer: Consumer) -> None:
@@ -87,8 +88,8 @@ def _accumulate_dk(consumer: Consumer) -> None:
     plgpu.barrier_arrive(barriers.kv_free)
     # The other consumer has read the last dS.
     plgpu.barrier_wait(barriers.kv_free)
-    staging = memory.ds.at[0, 0] if static.rounds_dkv else memory.staging.at[0]
-    _write(consumer, staging, consumer.refs.results.dk, dk)
+    _, buffer = transposed_buffers(static, memory)
+    _write(consumer, buffer, consumer.refs.results.dk, dk)
 
 
 def _zeros(static: BackwardStatic, lanes: int) -> Gradient:
