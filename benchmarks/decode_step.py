@@ -44,7 +44,7 @@ class _Counted(MixtureOfExperts):
 
 
 def fill(server: Server, length: int) -> None:
-    """Fills the cache with ``length`` random tokens per sequence."""
+    """Fills the cache with ``length`` random tokens per sequence, for :func:`steps`."""
 
     @jax.jit
     def normal(key: jax.Array, like: jax.Array) -> jax.Array:
@@ -64,7 +64,6 @@ def fill(server: Server, length: int) -> None:
         tuple(map(slots, cache.slots)),
         cache.lengths,
     )
-    rewind(server, length)
 
 
 def rewind(server: Server, length: int) -> None:

@@ -41,7 +41,7 @@ from pallas_kernels.timing import median_time, relative_error
 
 OURS = MOSAIC_SM90, MOSAIC_SM80
 # Accepted relative error: twice what rounding to the dtype explains.
-_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
+TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 2e-5}
 
 
 class MaskOptions(TypedDict):
@@ -431,7 +431,7 @@ def gpu_implementations(compute_capability: float | None) -> list[str]:
 def add_command(commands: Any) -> None:
     """Adds ``kernels`` to the command line."""
     parser = commands.add_parser("kernels", help=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(_TOLERANCE))
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TOLERANCE))
     parser.add_argument(
         "--implementations", nargs="+", choices=[each.name for each in OURS],
         help="default: all that support this GPU",
@@ -464,7 +464,7 @@ def run(args: argparse.Namespace) -> None:
         inputs = KernelInputs(CASES[index], dtype)
         timed = []
         for peer, make in peers(inputs.case, implementations).items():
-            row = measure(inputs, peer, make, _TOLERANCE[args.dtype])
+            row = measure(inputs, peer, make, TOLERANCE[args.dtype])
             print(_line(row, results.matmul), flush=True)
             results.rows.append(row)
             if peer in implementations and not row.note:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import require_gpus
-from benchmarks.kernels import Case, arrays_of, with_gradients
+from benchmarks.kernels import TOLERANCE, Case, arrays_of, with_gradients
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax import local_attention
 from burst_jax.command_line import Unusable
@@ -21,8 +22,6 @@ from pallas_kernels.timing import relative_error
 
 CASE = Case("causal", 1, 16384, 32, 32, 128, is_causal=True)
 PLAIN = "plain"
-# Both round weights and results to bfloat16: 3e-3 each.
-_TOLERANCE = 1.2e-2
 
 
 def neutral(case: Case) -> dict[str, dict[str, Any]]:
@@ -46,15 +45,14 @@ def neutral(case: Case) -> dict[str, dict[str, Any]]:
 
 def others(case: Case) -> dict[str, dict[str, Any]]:
     """Options by name that change the result."""
-    slopes = 2.0 ** (-8 * (np.arange(case.heads, dtype=np.float32) + 1) / case.heads)
+    per_head = dataclasses.replace(case, sinks=True, slopes=True).per_head()
 
     def alibi(score: Any, batch: Any, head: Any, q_position: Any, kv_position: Any) -> Any:
         slope = jnp.exp2(-8 * (head + 1).astype(jnp.float32) / case.heads)
         return score - slope * abs(q_position - kv_position).astype(jnp.float32)
 
     return {
-        "sink_logits": {"sink_logits": np.cos(np.arange(case.heads, dtype=np.float32))},
-        "alibi_slopes": {"alibi_slopes": slopes},
+        **{name: {name: x} for name, x in per_head.items()},
         "ALiBi as score_mod": {"score_mod": alibi},
         "logits_soft_cap": {"logits_soft_cap": 50.0},
         "dropout_rate": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
@@ -100,7 +98,7 @@ def measure(
             plain = both()
         elif name in unchanged:
             error = max(map(relative_error, both(), plain))
-            if not error <= _TOLERANCE:
+            if not error <= TOLERANCE["bfloat16"]:
                 raise Unusable(f"{name} changes the result by {error:.1e}")
         calls[name, "forward"] = forward, jax.block_until_ready
         calls[name, "both"] = both, jax.block_until_ready

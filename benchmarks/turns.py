@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.command_line import add_cases, add_outputs
 from benchmarks.kernels import CASES as KERNEL_CASES
-from benchmarks.kernels import Case
+from benchmarks.kernels import TOLERANCE, Case
 from benchmarks.results import Results, Row
 from burst_jax.command_line import integer, number
 from pallas_kernels.timing import relative_error
@@ -33,8 +33,6 @@ CASES = (
     Case("causal, head dim 192", 1, 16384, 16, 16, 192, True),
     Case("causal, head dim 256, 32/8 heads", 1, 16384, 32, 8, 256, True),
 )
-# Both round weights and results to bfloat16: 3e-3 each.
-_TOLERANCE = 1.2e-2
 _NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -145,8 +143,9 @@ def compare(
         for other in others
     ]
     del started, first, others
-    right = [row.agrees(_TOLERANCE, e) for row, e in zip(rows[1:], errors, strict=True)]
-    if not (rows[0].agrees(_TOLERANCE, *errors) and all(right)):
+    limit = TOLERANCE["bfloat16"]
+    right = [row.agrees(limit, e) for row, e in zip(rows[1:], errors, strict=True)]
+    if not (rows[0].agrees(limit, *errors) and all(right)):
         wrong = next((row for row in rows[1:] if row.note), rows[0])
         for row in rows:
             row.note = row.note or f"not timed: the results of {wrong.peer} differ"

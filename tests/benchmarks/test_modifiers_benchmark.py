@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,9 @@ CASE = modifiers.Case("small", 1, 64, 4, 4, 16, is_causal=True)
 
 
 def test_ratios_of_all_options(monkeypatch, capsys):
-    class NoClock:
-        __enter__ = __exit__ = lambda self, *_: self
-        median = staticmethod(lambda *_: 1500.0)
-
+    no_clock = SimpleNamespace(median=lambda *_: 1500.0)
     monkeypatch.setattr(modifiers, "require_gpus", lambda *_: None)
-    monkeypatch.setattr(modifiers, "Clock", NoClock)
+    monkeypatch.setattr(modifiers, "Clock", lambda: contextlib.nullcontext(no_clock))
     monkeypatch.setattr(modifiers, "CASE", CASE)
     main(["modifiers", "--turns", "1", "--seconds", "0.01"])
     lines = capsys.readouterr().out.splitlines()[2:]
