@@ -36,6 +36,10 @@ _SMALLEST_DIVISOR = 2.0**-64
 SCORE_PARAMETERS = ("alibi_slopes",)
 
 
+def _tanh(x: jax.Array, factor: float) -> jax.Array:
+    return jnp.tanh(x * factor)
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
     """How logits are computed from products. Hashable, so that it can be part of a jit cache key.
@@ -100,11 +104,11 @@ class Score:
         return self.logits_soft_cap is not None or not elementwise.derivative_is_one(self.score_mod)
 
     def raw(
-        self, products: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
+        self, products: jax.Array, tanh: Callable[[jax.Array, float], jax.Array] = _tanh
     ) -> jax.Array:
-        """Raw scores: ``logits = f(raw_factor raw) + bias``."""
+        """Raw scores: ``logits = f(raw_factor raw) + bias``; ``tanh(x, c)`` is that of ``c x``."""
         if self.logits_soft_cap is not None:
-            return tanh(products * (self.scale / self.logits_soft_cap))
+            return tanh(products, self.scale / self.logits_soft_cap)
         return products if self.scale > 0 else products * self.scale
 
     def modified(self, raw: jax.Array, coordinates: ScoreCoordinates | None) -> jax.Array:

@@ -38,9 +38,6 @@ from pallas_kernels.mosaic.user_functions import by_column_chunks
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
 from pallas_kernels.score import LOG2_E
 
-# The smallest weight whose logarithm is taken.
-_MIN_WEIGHT = 1e-37
-
 
 class StepTile(NamedTuple):
     """Which tile of scores a step computes.
@@ -324,33 +321,3 @@ def logit_gradients(
     """
     dp = dp * consumer.static.spec.score.scale if consumer.static.scale_in_ds else dp
     return weights * (dp - along_columns(delta, weights.shape))
-
-
-def score_gradients(
-    consumer: Consumer, at: StepTile, weights: jax.Array, ds: jax.Array, lse: jax.Array
-) -> jax.Array:
-    """dS, the gradients of the scaled products, before the soft cap.
-
-    Not used with a ``score_mod`` that has a derivative: dS is then computed from weights that
-    include it.
-
-    Args:
-      consumer: the keys.
-      at: the step's tile.
-      weights: float32, ``2^(score - lse)``.
-      ds: float32, of :func:`logit_gradients`.
-      lse: float32, in base 2, broadcast over the tile.
-    """
-    score = consumer.static.spec.score
-    if score.logits_soft_cap is None:
-        return ds
-    # The capped scores are recovered from the weights: there are no registers to keep them in.
-    # Where a weight is 0 the result is arbitrary, which does no harm, because dS is 0.
-    capped = jnp.log2(jnp.maximum(weights, _MIN_WEIGHT)) + lse
-    if consumer.static.has_bias:
-        tile = consumer.tile(at)
-        bias = score.bias(*tile.positions(), tile.per_head(), LOG2_E)
-        assert bias is not None
-        capped = capped - bias
-    capped = capped * (1 / (score.raw_factor * LOG2_E))
-    return score.through_cap(jnp.clip(capped, -1, 1), ds)

@@ -9,7 +9,7 @@ the exponentials of one overlap with the products of the other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +37,8 @@ from pallas_kernels.mosaic.sm90.backward_scores import (
     StepTile,
     exponents,
     logit_gradients,
+    mask_scores,
     read_tile_and_head,
-    score_gradients,
     tile_scores,
 )
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
@@ -187,61 +187,95 @@ def weights_and_gradients(
       running: number of products that ``also`` issues.
       last: whether to wait for the next step's queries.
     """
+    static = consumer.static
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
-    waits_early = consumer.static.waits_early
-    shape = WARPGROUP_ROWS, consumer.static.score_queries
+    waits_early = static.waits_early
+    shape = WARPGROUP_ROWS, static.score_queries
     accumulator = plgpu.ACC(shape, jnp.float32)
     queries = slice(None)
-    if shape[1] < consumer.static.config.block_q:
+    if shape[1] < static.config.block_q:
         queries = pl.ds(data.at.query, shape[1])
 
     def with_scores(scores_ref):
         q = memory.q.at[data.stage, queries].transpose((1, 0))
         plgpu.wgmma(scores_ref, memory.k.at[data.keys], q)
-        if consumer.static.spec.score.has_derivative:
+        if static.spec.score.has_derivative:
             # P, its derivative and dP would fill the registers: dP is computed once the two others
             # have become one.
-            weights = _weights_with_derivative(consumer, masked, data, scores_ref)
-            return pl.run_scoped(functools.partial(with_derivative, weights), accumulator)
+            load = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=0)
+            found = weights(consumer, masked, data, load)
+            return pl.run_scoped(functools.partial(with_derivative, found), accumulator)
         plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
         # This accumulator is allocated after the wait: see :func:`instructions.fresh_zeros`.
         return pl.run_scoped(functools.partial(with_dp, scores_ref), accumulator)
 
     def with_dp(scores_ref, dp_ref):
         do = memory.do.at[data.do_stage, queries].transpose((1, 0))
-        if consumer.static.starts_dp_from_zero:
+        if static.starts_dp_from_zero:
             dp_ref[...] = instructions.fresh_zeros(shape)
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         if last and waits_early:
             wait_for_queries(consumer, step + 1)
         also()
         products = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=1 + running)
-        p, lse, _ = weights(consumer, masked, data, products)
+        found = weights(consumer, masked, data, products)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
-        dp, p = optimization_barrier(dp, p)
+        dp, *found = optimization_barrier(dp, *found)
         if last and not waits_early:
             wait_for_queries(consumer, step + 1)
-        return gradients(consumer, data, p, dp, lse)
+        return gradients(consumer, data, found, dp)
 
-    def with_derivative(weights, dp_ref):
+    def with_derivative(found, dp_ref):
         plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
         do = memory.do.at[data.do_stage].transpose((1, 0))
         plgpu.wgmma(dp_ref, memory.v.at[data.keys], do)
         wait_for_queries(consumer, step + 1)
         also()
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-        return _gradients_with_derivative(consumer, data, weights, dp)
+        return gradients(consumer, data, found, dp)
 
     return pl.run_scoped(with_scores, accumulator)
 
 
 def weights(
     consumer: Consumer, masked: bool, data: StepData, load_products: Callable[[], jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """``(P, lse, derivative)``, float32 ``[64, score_queries]``; derivative: :func:`tile_scores`.
+) -> tuple[jax.Array, ...]:
+    """What :func:`gradients` takes of a step's weights P, ``[64, score_queries]``.
 
     ``load_products()`` waits for the products of keys and queries.
+
+    Returns:
+      P in float32. Or, where a soft cap or a ``score_mod`` has a derivative: P after dropout, in
+      the inputs' dtype; float32, P times the derivative; and P in the inputs' dtype, if gradients
+      of per-head parameters are computed from it.
     """
+    static, score = consumer.static, consumer.static.spec.score
+    if score.score_mod is not None and score.has_derivative:
+        p, derivative = _weights_and_derivative(consumer, masked, data, load_products)
+        assert derivative is not None
+        # The derivative may be infinite or NaN where a score is masked.
+        with_derivative = jnp.where(p == 0, 0.0, p * derivative)
+    elif score.logits_soft_cap is not None:
+        # Both follow from the same registers: the capped scores are not kept until dP is there.
+        capped, _ = tile_scores(consumer, data.at, load_products())
+        lse = along_columns(_lse(consumer, data), capped.shape)
+        capped = mask_scores(consumer, data.at, capped) if masked else capped
+        p = jnp.exp2(exponents(consumer, data.at, capped, lse, masked=False))
+        # Masked scores are -inf.
+        with_derivative = score.through_cap(jnp.maximum(capped, -1), p)
+    else:
+        return (_weights_and_derivative(consumer, masked, data, load_products)[0],)
+    factors = consumer.tile(data.at).dropout_factors()
+    results = (p if factors is None else p * factors).astype(static.dtype), with_derivative
+    if score.differentiated:
+        results = *results, p.astype(static.dtype)
+    return tuple(optimization_barrier(*results))
+
+
+def _weights_and_derivative(
+    consumer: Consumer, masked: bool, data: StepData, load_products: Callable[[], jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """P in float32, and the derivative of :func:`tile_scores`."""
     static = consumer.static
     affine = None
     if static.bias_is_affine and not masked:
@@ -249,53 +283,43 @@ def weights(
         affine = AffineBias.of(consumer, data.at)
     scores, derivative = tile_scores(consumer, data.at, load_products())
     # lse is loaded before the masks are tested: loaded after them, programs with segment ids spill.
-    place = data.stage, data.at.query, static.score_queries
-    offset = ScratchLayout.of(static.config).lse(*place)
-    lse = plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
+    lse = _lse(consumer, data)
     if affine is None:
         lse = along_columns(lse, scores.shape)
         scores = exponents(consumer, data.at, scores, lse, masked)
     else:
         scores = scores * static.base_2_factor + affine.minus(lse, scores.shape)
-    return optimization_barrier(jnp.exp2(scores)), lse, derivative
-
-
-def _weights_with_derivative(
-    consumer: Consumer, masked: bool, data: StepData, scores_ref: Any
-) -> tuple[jax.Array, ...]:
-    """A step's weights where a ``score_mod`` has a derivative.
-
-    Returns:
-      P after dropout, in the inputs' dtype; float32, P times the derivative; and P in the inputs'
-      dtype, if gradients of per-head parameters are computed from it.
-    """
-    static = consumer.static
-    load = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=0)
-    p, _, derivative = weights(consumer, masked, data, load)
-    assert derivative is not None
-    factors = consumer.tile(data.at).dropout_factors()
-    used = (p if factors is None else p * factors).astype(static.dtype)
-    # The derivative may be infinite or NaN where a score is masked.
-    results = used, jnp.where(p == 0, 0.0, p * derivative)
-    if static.spec.score.differentiated:
-        results = *results, p.astype(static.dtype)
-    return tuple(optimization_barrier(*results))
+    return optimization_barrier(jnp.exp2(scores)), derivative
 
 
 def gradients(
-    consumer: Consumer, data: StepData, p: jax.Array, dp: jax.Array, lse: jax.Array
+    consumer: Consumer, data: StepData, of_step: Sequence[jax.Array], dp: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)``, in the inputs' dtype; P after dropout."""
+    """``(P, dS)``, in the inputs' dtype; P after dropout. ``of_step``: of :func:`weights`."""
     static = consumer.static
-    used = p
     factors = consumer.tile(data.at).dropout_factors()
-    if factors is not None:
-        used, dp = p * factors, dp * factors
-    ds = logit_gradients(consumer, p, dp, _delta(consumer, data))
+    if len(of_step) == 1:
+        (p,) = of_step
+        used = p if factors is None else p * factors
+    else:
+        used, p, *rounded = of_step
+    dp = dp if factors is None else dp * factors
+    delta = _delta(consumer, data)
+    ds = logit_gradients(consumer, p, dp, delta)
     if static.spec.score.differentiated:
-        add_per_head_sums(consumer, data.at, ds)
-    ds = score_gradients(consumer, data.at, p, ds, lse)
+        of_logits = ds
+        if len(of_step) > 1:
+            of_logits = logit_gradients(consumer, rounded[0].astype(jnp.float32), dp, delta)
+        add_per_head_sums(consumer, data.at, of_logits)
     return used.astype(static.dtype), ds.astype(static.dtype)
+
+
+def _lse(consumer: Consumer, data: StepData) -> jax.Array:
+    """lse of a step's queries, in base 2, in registers."""
+    static = consumer.static
+    place = data.stage, data.at.query, static.score_queries
+    offset = ScratchLayout.of(static.config).lse(*place)
+    return plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
 
 
 def _delta(consumer: Consumer, data: StepData) -> jax.Array:
@@ -304,21 +328,6 @@ def _delta(consumer: Consumer, data: StepData) -> jax.Array:
     place = data.do_stage, data.at.query, static.score_queries
     offset = ScratchLayout.of(static.config).delta(*place)
     return plgpu.load(consumer.refs.memory.scratch.at[offset], layout=COLUMNS)
-
-
-def _gradients_with_derivative(
-    consumer: Consumer, data: StepData, weights: tuple[jax.Array, ...], dp: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)`` as :func:`gradients`, from :func:`_weights_with_derivative`."""
-    used, with_derivative, *rounded = weights
-    factors = consumer.tile(data.at).dropout_factors()
-    dp = dp if factors is None else dp * factors
-    delta = _delta(consumer, data)
-    if rounded:
-        of_logits = logit_gradients(consumer, rounded[0].astype(jnp.float32), dp, delta)
-        add_per_head_sums(consumer, data.at, of_logits)
-    ds = logit_gradients(consumer, with_derivative, dp, delta)
-    return used, ds.astype(consumer.static.dtype)
 
 
 def _add_products(

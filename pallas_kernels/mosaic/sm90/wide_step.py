@@ -124,12 +124,12 @@ def _weights_and_gradients_by_halves(
         products = load_products()
         part = data._replace(at=data.at._replace(query=query))
         of_half = products[:, query : query + WIDE_SCORE_QUERIES]
-        p, lse, _ = weights(consumer, masked, part, lambda: of_half)
+        found = weights(consumer, masked, part, lambda: of_half)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-        dp, p = optimization_barrier(dp, p)
+        dp, *found = optimization_barrier(dp, *found)
         if query > 0 and consumer.static.config.producer_warpgroup:
             wait_for_queries(consumer, step + 1)
-        write(query, *optimization_barrier(*gradients(consumer, part, p, dp, lse)))
+        write(query, *optimization_barrier(*gradients(consumer, part, found, dp)))
         return products
 
     def with_scores(scores_ref):
