@@ -61,11 +61,11 @@ _SHARING, _FEWEST_COLUMNS = 4, 8
 
 
 def tanh(x: jax.Array, factor: float = 1.0) -> jax.Array:
-    """``tanh(factor x)`` with an absolute error of some 2e-7; ``tanh.approx`` has 11 bits.
+    """``tanh(factor x)`` with an absolute error of up to 4e-7; ``tanh.approx`` has 11 bits.
 
     It is ``1 - 2 / (1 + e^(2 factor x))``. The unit that computes exponentials computes reciprocals
     as well, and is what limits a kernel with a soft cap: four columns share one reciprocal, that of
-    their product.
+    their product. They also share a NaN.
 
     Args:
       x: float32 ``[rows, columns]``.
