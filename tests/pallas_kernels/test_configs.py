@@ -147,7 +147,9 @@ def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
     for equal, *dims, in_accumulator in itertools.product((0, 1), DIMS, DIMS, (False, True)):
         monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
         config = sm90.forward_config(dims[0], dims[1])
-        plain = (sm90.plain_forward_config(config, max(dims), causal, 64) for causal in (0, 1))
+        plain = (
+            sm90.plain_forward_config(config, max(dims), causal, 64) for causal in (False, True)
+        )
         for each in (config, *plain):
             memory = ForwardMemory.of(
                 each, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
