@@ -147,16 +147,36 @@ def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
     for equal, *dims, in_accumulator in itertools.product((0, 1), DIMS, DIMS, (False, True)):
         monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
         config = sm90.forward_config(dims[0], dims[1])
-        memory = ForwardMemory.of(
-            config, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
+        plain = (
+            sm90.plain_forward_config(config, max(dims), causal, 64) for causal in (False, True)
         )
-        assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, dims
+        for each in (config, *plain):
+            memory = ForwardMemory.of(
+                each, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
+            )
+            assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, dims
     for dim in DIMS:
         for most in sm90.staging_limits(dim):
             lanes = sm90.float32_lanes(dim, most)
             out_lanes = sm90.result_lanes(dim, out_dtype == jnp.float32, most)
             assert dim % out_lanes == out_lanes % lanes == 0
             assert lanes <= most
+
+
+@pytest.mark.parametrize(
+    ("dim", "is_causal", "expected"),
+    [
+        (64, True, (128, 128, True)), (64, False, (192, 128, False)),
+        (128, False, (128, 96, True)), (128, True, (128, 128, False)),
+        (96, False, (128, 128, False)),
+    ],
+)  # fmt: skip
+def test_a_producer_without_more_registers_for_consumers(monkeypatch, dim, is_causal, expected):
+    """Where it gains."""
+    monkeypatch.setattr(sm90, "moves_registers", lambda: False)
+    config = sm90.plain_forward_config(sm90.forward_config(dim), dim, is_causal, 16384)
+    assert (config.block_q, config.block_kv, config.producer_warpgroup) == expected
+    assert config.cluster == 1
 
 
 def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():

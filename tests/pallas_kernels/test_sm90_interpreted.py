@@ -101,6 +101,8 @@ CASES = {
     # dS changes hands while a step's last products run.
     "late": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 128, "bfloat16", "none"),
     "late_own_keys": a_case("causal", "contiguous", 1, (1, 1), (133, 197), 128, "bfloat16", "none"),
+    # JAX 0.12 has a producer warpgroup in the forward alone, and tiles of 96 keys.
+    "unmasked": a_case("full", "contiguous", 1, (1, 1), (133, 197), 128, "bfloat16", "none"),
     # Copies of two heads' queries count from the step before, and start with a rotated tile.
     "counted": a_case("causal", "contiguous", 1, (2, 1), (256, 264), 32, "bfloat16", "none"),
     "shuffled": a_case("causal", "shuffled", 1, (2, 1), (72, 136), 32, "bfloat16", "slopes"),
@@ -168,6 +170,7 @@ RUNS = [
     ("cap", SHARED_DETERMINISTIC),
     # The shipped tiles of that case are for three consumer warpgroups.
     ("shipped", mosaic_sm90()),
+    ("unmasked", mosaic_sm90()),
 ]
 QUICK = "plain", "slopes", "kv_bounds", "block_mask", "functions", "documents"
 SUFFIXES = {

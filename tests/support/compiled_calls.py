@@ -70,8 +70,8 @@ def added(score, batch, head, q_position, kv_position):
     return score - 0.01 * (q_position - kv_position).astype(jnp.float32)
 
 
-def _spec_of(full, dropout, mods, differentiated):
-    spec = AttentionSpec.of(next(_SCALES), right=0)
+def _spec_of(full, dropout, mods, differentiated, causal):
+    spec = AttentionSpec.of(next(_SCALES), right=0 if causal else None)
     if full:
         spec = AttentionSpec.of(next(_SCALES), left=300, right=0, logits_soft_cap=20.0)
     score_mod = {"score": functions.score_mod, "added": added}.get(mods.split("+")[0])
@@ -89,7 +89,7 @@ def _spec_of(full, dropout, mods, differentiated):
 def compile_call(
     local, gpu, halves, dim, value_dim=None, *, shape=(2, 16, 8), full=False, carried=True,
     rounded=False, dtype="bfloat16", numbers=False, segments=False, ranges=False, dropout=False,
-    blocks=0, mods="", **options,
+    blocks=0, mods="", causal=True, **options,
 ):  # fmt: skip
     """Compiles one call.
 
@@ -112,10 +112,11 @@ def compile_call(
       blocks: tokens of a block, of a block-sparse mask per head; 0 is no such mask.
       mods: the functions of scores: "score", "mask", both, or "added" for one that only adds to
         the scores.
+      causal: with a causal mask.
       options: XLA's, of :func:`compiled_programs.compile_for`.
     """
     mesh, dtype = compiled.gpu_mesh(gpu, 1), jnp.dtype(dtype)
-    spec = _spec_of(full, dropout, mods, numbers == "differentiated")
+    spec = _spec_of(full, dropout, mods, numbers == "differentiated", causal)
     (batch, heads, kv_heads), length = shape, 1096 if full else 1152
     out_dtype = dtype if rounded else None
 

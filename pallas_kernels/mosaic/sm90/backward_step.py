@@ -414,6 +414,8 @@ def wait_for_queries(consumer: Consumer, step: Any) -> None:
 def _issue_dq(consumer: Consumer, dq_acc: Any, buffer: Any, warpgroup: Any, lane: Any) -> None:
     """Issues the product of a dS, of both consumers, and the keys: the warpgroup's part of dQ."""
     memory, (_, lanes) = consumer.refs.memory, consumer.static.dq_part
+    if consumer.static.starts_dq_from_zero:
+        dq_acc[...] = instructions.fresh_zeros(consumer.static.dq_part)
     if consumer.static.config.dq_by_rows:
         plgpu.wgmma(dq_acc, memory.ds.at[buffer, warpgroup].transpose((1, 0)), memory.k)
     else:

@@ -47,8 +47,8 @@ from pallas_kernels.mosaic.sm90.configs import (
     WARPGROUP_ROWS,
     MosaicConfig,
     for_this_jax,
-    forward_cluster,
     forward_config,
+    plain_forward_config,
 )
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
@@ -148,8 +148,7 @@ def _shipped_config(inputs: AttentionInputs, spec: AttentionSpec) -> MosaicConfi
     if other_masks or inputs.has_bias or needs_registers:
         return for_this_jax(config)
     length = min(inputs.q_length, inputs.kv_length)
-    cluster = forward_cluster(head_dim, spec.mask.right is not None, length)
-    return for_this_jax(dataclasses.replace(config, cluster=cluster))
+    return plain_forward_config(config, head_dim, spec.mask.right is not None, length)
 
 
 def _kernel(static: ForwardStatic, inputs, results, memory, counter=None) -> None:

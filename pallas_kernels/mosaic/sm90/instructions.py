@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS
-from pallas_kernels.mosaic.sm90.configs import REGISTERS
+from pallas_kernels.mosaic.sm90.configs import REGISTERS, moves_registers
 from pallas_kernels.mosaic.transfers import matrix_transforms
 
 # A tile of scores in a warpgroup's registers, and vectors along its rows and its columns.
@@ -45,8 +45,8 @@ def specialize_warpgroups(
 ) -> None:
     """Runs ``consume(warpgroup)`` on the first ``consumers`` warpgroups, ``produce()`` on the last.
 
-    Registers move from the producer warpgroup to the consumers (``setmaxnreg``). With ``produce``
-    None, all warpgroups are consumers.
+    Registers move from the producer warpgroup to the consumers (``setmaxnreg``), if they can. With
+    ``produce`` None, all warpgroups are consumers.
     """
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     if produce is None:
@@ -56,12 +56,14 @@ def specialize_warpgroups(
 
     @pl.when(warpgroup == consumers)
     def _():
-        plgpu.set_max_registers(producer_registers, action="decrease")
+        if moves_registers():
+            plgpu.set_max_registers(producer_registers, action="decrease")
         produce()
 
     @pl.when(warpgroup < consumers)
     def _():
-        plgpu.set_max_registers(consumer_registers, action="increase")
+        if moves_registers():
+            plgpu.set_max_registers(consumer_registers, action="increase")
         consume(warpgroup)
 
 

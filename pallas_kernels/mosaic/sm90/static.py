@@ -360,20 +360,27 @@ class BackwardStatic(Sm90Static):
     def starts_dp_from_zero(self) -> bool:
         """Whether dP's accumulator gets :func:`instructions.fresh_zeros`.
 
-        Not measured for wide heads, nor without a producer warpgroup.
+        Not measured for wide heads.
         """
-        return self.config.producer_warpgroup and not self.config.wide
+        return not self.config.wide
+
+    @property
+    def starts_dq_from_zero(self) -> bool:
+        """The same of dQ's accumulator.
+
+        With a producer warpgroup its product starts from zero anyway.
+        """
+        return not (self.config.producer_warpgroup or self.config.wide)
 
     @property
     def stores_left_operands(self) -> bool:
         """Whether dS is stored by :func:`instructions.store_left_operand`.
 
-        Its addresses take registers that fixed point and masks by arrays need. Not measured without
-        a producer warpgroup.
+        Its addresses take registers that fixed point and masks by arrays need.
         """
         _, swizzle = self.memory.ds.transforms
         plain = not self.deterministic and not self.masks_by_arrays
-        return self.config.producer_warpgroup and plain and swizzle.swizzle == 128
+        return plain and swizzle.swizzle == 128
 
     @property
     def dq_part(self) -> tuple[int, int]:
