@@ -299,7 +299,7 @@ def gradients(
     static = consumer.static
     factors = consumer.tile(data.at).dropout_factors()
     if len(of_step) == 1:
-        (p,) = of_step
+        (p,), rounded = of_step, []
         used = p if factors is None else p * factors
     else:
         used, p, *rounded = of_step
@@ -308,7 +308,7 @@ def gradients(
     ds = logit_gradients(consumer, p, dp, delta)
     if static.spec.score.differentiated:
         of_logits = ds
-        if len(of_step) > 1:
+        if rounded:
             of_logits = logit_gradients(consumer, rounded[0].astype(jnp.float32), dp, delta)
         add_per_head_sums(consumer, data.at, of_logits)
     return used.astype(static.dtype), ds.astype(static.dtype)
