@@ -330,7 +330,7 @@ class _Comparison:
                 f"{share} of {segments.name} and have {100 * segments.loss:.1f} % of the loss "
                 "weight: segment 0 is padding, whose outputs are undefined; give it weight 0"
             ]
-        side, changed = self.one, batches.other_padding(self.batch, self.sizes, segments.name)
+        side, changed = self.one, batches.other_padding(self.batch, segments.name)
         with jax.set_mesh(side.mesh):
             placed = batches.place(changed, self.sizes, side.mesh, (), self.ring)
             loss = jax.jit(side.loss)

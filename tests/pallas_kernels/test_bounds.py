@@ -372,7 +372,6 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     table = np.random.default_rng(0).random((4, 128 // q_block, 128 // kv_block)) < 0.3
     mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
     assert not mask.tests_scores(*tiles)
-    assert mask.tests_scores(*tiles, together=2)
     keep = dense.kept(128, 128, block_mask=table)
     visited = []
     for q_at, kv_at in itertools.product(at, repeat=2):
@@ -424,15 +423,9 @@ def test_tiles_of_a_block_mask_are_possible_and_full_as_its_scores_are():
 
 
 def test_scores_are_tested_where_a_tile_is_not_in_one_block():
-    for runs, together, expected in (
-        ((64, 64), 1, False),
-        ((32, 64), 1, True),
-        ((64, 16), 1, True),
-        ((64, 64), 2, True),  # Heads with tables of their own visit the same tiles.
-    ):
+    for runs, expected in (((64, 64), False), ((32, 64), True), ((64, 16), True)):
         mask = BlockMask(jnp.ones((2, 1, 1), bool), 64, 64, *runs)
-        assert mask.tests_scores(64, 32, together) == expected
-        assert not BlockMask(mask.table[:1], 64, 64, 64, 64).tests_scores(64, 32, together)
+        assert mask.tests_scores(64, 32) == expected
 
 
 @pytest.mark.parametrize(
