@@ -387,19 +387,6 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     assert 0 < sum(visited) < 4 * 16 * 8
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_are_within_blocks(layout):
-    for n, length, block in itertools.product((1, 2, 3, 4), (8, 12, 16, 40), (1, 2, 6, 8, 16)):
-        run = run_in_blocks(layout, length, n, block)
-        of_shards = (positions(layout, n * length, n) // block).reshape(n, -1)
-        for shard in of_shards:
-            for first in range(0, length, run):
-                assert len(set(shard[first : first + run])) == 1, (n, length, block, run)
-    assert run_in_blocks("contiguous", 1024, 8, 128) == 128
-    assert run_in_blocks("zigzag", 1024, 8, 768) == 256
-    assert run_in_blocks("striped", 1024, 8, 128) == 16
-
-
 def test_tiles_of_a_block_mask_are_possible_and_full_as_its_scores_are():
     rng = np.random.default_rng(3)
     q, kv = (tokens(np.sort(rng.choice(64, n, False))) for n in (24, 36))
