@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import burst_jax
 from benchmarks import plot
 from benchmarks.command_line import add_cases, add_outputs, require_gpus, require_outputs
-from benchmarks.kernels import Case, matmul_ceiling
+from benchmarks.kernels import TOLERANCE, Case, matmul_ceiling
 from benchmarks.results import Results, Row, gib
 from burst_jax.command_line import Unusable
 from burst_jax.layouts.permutation import Layout
@@ -36,8 +36,6 @@ from burst_jax.ring.rotation import RotationChoice
 from pallas_kernels.timing import median_time, relative_error
 
 ALONE, ALL_ALONE, ZIGZAG = "one GPU", "every GPU alone", "zigzag"
-# Accepted relative difference between two strategies in bfloat16: each rounds its own sums.
-_TOLERANCE = 1.2e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +312,7 @@ def measure(inputs: RingInputs, name: str, make: Callable[[], Strategy]) -> Row:
     except Exception as error:  # The table has the reason, and the benchmark continues.
         row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
         return row
-    if not row.agrees(_TOLERANCE, alone_errors, errors):
+    if not row.agrees(TOLERANCE["bfloat16"], alone_errors, errors):
         return row
     tera = 1e-12 * case.flops() * strategy.copies / n
     rounds = 5 if tera < 500 else 1  # Seconds each at a million tokens.

@@ -88,11 +88,9 @@ class BlockMask:
         entries = (bottom - top)[:, None] * (right - left)[None, :]
         return seen > 0, seen == entries[None]
 
-    def tests_scores(self, block_q: int, block_kv: int, together: int = 1) -> bool:
+    def tests_scores(self, block_q: int, block_kv: int) -> bool:
         """Whether kernels must apply the mask to single scores in visited tiles of this size.
 
         If not, every tile is within one entry of the table, which decides whether it is visited.
-        ``together``: number of query heads that visit the same tiles.
         """
-        splits = self.q_run % block_q or self.kv_run % block_kv
-        return bool(splits) or (together > 1 and self.heads > 1)
+        return bool(self.q_run % block_q or self.kv_run % block_kv)

@@ -188,23 +188,6 @@ class Score:
         """The slope of :meth:`affine_bias` alone."""
         return per_head["alibi_slopes"] * unit
 
-    def in_base_2(
-        self,
-        raw: jax.Array,
-        q_positions: jax.Array,
-        kv_positions: jax.Array,
-        per_head: Mapping[str, jax.Array],
-        coordinates: ScoreCoordinates | None = None,
-    ) -> tuple[jax.Array, float]:
-        """``(scores, factor)``, whose product is the logits in base 2.
-
-        A softmax multiplies by the factor inside its exponent, where it costs nothing. A bias must
-        be added to logits in base 2; the factor is then applied to the scores, and is 1. Only f
-        reads the ``coordinates``.
-        """
-        scores = raw if self.score_mod is None else self.modified(raw, coordinates)
-        return self.with_bias(scores, q_positions, kv_positions, per_head)
-
     @property
     def base_2_factor(self) -> float:
         """The factor from raw scores, or the results of f, to base 2, before a bias is added."""
@@ -217,7 +200,16 @@ class Score:
         kv_positions: jax.Array,
         per_head: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, float]:
-        """:meth:`in_base_2` of scores to which :attr:`base_2_factor` still applies."""
+        """``(scores, factor)``, whose product is the logits in base 2.
+
+        A softmax multiplies by the factor inside its exponent, where it costs nothing. A bias must
+        be added to logits in base 2; the factor is then applied to the scores, and is 1.
+
+        Args:
+          scores: raw scores or the results of f, to which :attr:`base_2_factor` still applies.
+          q_positions, kv_positions: of the scores.
+          per_head: per-head parameters of the queries' heads.
+        """
         factor = self.base_2_factor
         bias = self.bias(q_positions, kv_positions, per_head, LOG2_E)
         return (scores, factor) if bias is None else (scores * factor + bias, 1.0)

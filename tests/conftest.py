@@ -8,7 +8,6 @@ import collections
 import gc
 import os
 import pathlib
-import platform
 import re
 from typing import Any
 
@@ -127,16 +126,11 @@ def pytest_configure(config):
     jax.config.update("jax_num_cpu_devices", 8)
     if COMPILE_QUICKLY:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # Subprocesses inherit it.
-        # By default XLA splits each small program into up to 32 for its compiler threads. On CPUs
-        # with AVX-512, XLA of JAX 0.12 rounds updates of sharded and of whole arrays differently
-        # (test_memory_and_mesh_change_no_bit). NumPy's threads wait for their next product in a
-        # busy loop. Workers and subprocesses inherit all.
-        wanted = {"--xla_cpu_parallel_codegen_split_count": "1"}
-        if platform.machine() == "x86_64":
-            wanted["--xla_cpu_max_isa"] = "AVX2"
+        # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
+        # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
         flags = os.environ.get("XLA_FLAGS", "")
-        added = [f"{name}={value}" for name, value in wanted.items() if name not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *added])
+        if (name := "--xla_cpu_parallel_codegen_split_count") not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {name}=1".strip()
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
     # folder: an entry that another worker is still writing counts as missing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, use_fused_qkv
 from burst_jax.serving.one_row import use_one_row
 from burst_jax.serving.sharded_weights import (
+    hidden_padding,
     local_shard,
-    pad_hidden,
     serving_spec,
     use_sharded_weights,
 )
@@ -95,15 +95,12 @@ class ServedModel:
         )
 
         def placed(weight: jax.Array, spec: P) -> jax.Array:
-            return jax.jit(self._in_dtype, out_shardings=NamedSharding(mesh, spec))(weight)
+            return _placed(self.config.dtype, NamedSharding(mesh, spec))(weight)
 
         def unstacked(path: tuple[Any, ...], stack: jax.Array, spec: P) -> list[jax.Array]:
-            def unstack(stack: jax.Array) -> list[jax.Array]:
-                if self.sharded:
-                    stack = pad_hidden(path, stack, self.shardings)
-                return [self._in_dtype(stack[i]) for i in range(count)]
-
-            return jax.jit(unstack, out_shardings=[NamedSharding(mesh, spec)] * count)(stack)
+            widths = hidden_padding(path, stack.shape, self.shardings) if self.sharded else None
+            sharding = NamedSharding(mesh, spec)
+            return _unstacked(self.config.dtype, sharding, count, widths)(stack)
 
         layers = state["layers"]
         layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"], is_leaf=_is_spec)
@@ -145,10 +142,6 @@ class ServedModel:
         them. Not if devices share a key head, because each slices its head's weights from all.
         """
         return not self.sharded and self.heads == self.config.num_kv_heads
-
-    def _in_dtype(self, weight: jax.Array) -> jax.Array:
-        """A matrix in the compute dtype; norms and sinks unchanged."""
-        return weight.astype(self.config.dtype) if weight.ndim > 1 else weight
 
     @property
     def data_axes(self) -> tuple[Any, Any]:
@@ -267,6 +260,30 @@ class ServedModel:
             logits = lax.all_gather(logits, self.shardings.tensor_axes, axis=1, tiled=True)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@cache
+def _placed(dtype: Any, sharding: NamedSharding) -> Any:
+    """A program that copies a weight, for all weights of one spec, and all generators."""
+    return jax.jit(partial(_in_dtype, dtype), out_shardings=sharding)
+
+
+@cache
+def _unstacked(
+    dtype: Any, sharding: NamedSharding, count: int, widths: tuple[tuple[int, int], ...] | None
+) -> Any:
+    """The same for a stack of ``count`` layers' weights, padded with zeros: a list of copies."""
+
+    def unstack(stack: jax.Array) -> list[jax.Array]:
+        stack = stack if widths is None else jnp.pad(stack, widths)
+        return [_in_dtype(dtype, stack[i]) for i in range(count)]
+
+    return jax.jit(unstack, out_shardings=[sharding] * count)
+
+
+def _in_dtype(dtype: Any, weight: jax.Array) -> jax.Array:
+    """A matrix in the compute dtype; norms and sinks unchanged."""
+    return weight.astype(dtype) if weight.ndim > 1 else weight
 
 
 def _is_spec(leaf: Any) -> bool:

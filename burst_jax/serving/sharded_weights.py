@@ -59,15 +59,16 @@ def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, sh
     return P(*(entries.get(name) or None for name in axes))
 
 
-def pad_hidden(path: tuple[Any, ...], weight: jax.Array, shardings: DecoderShardings) -> jax.Array:
-    """A weight whose hidden features are zero-padded to a multiple of their devices."""
+def hidden_padding(
+    path: tuple[Any, ...], shape: tuple[int, ...], shardings: DecoderShardings
+) -> tuple[tuple[int, int], ...] | None:
+    """The widths of ``jnp.pad`` that make hidden features a multiple of their devices; or None."""
     axes = logical_axes(path, shardings.config)
     devices = axes_size(shardings.mesh, _hidden_axes(axes, shardings))
-    widths = [
-        (0, -size % devices if name == "mlp" else 0)
-        for name, size in zip(axes, weight.shape, strict=True)
-    ]
-    return jnp.pad(weight, widths) if any(after for _, after in widths) else weight
+    widths = tuple(
+        (0, -size % devices if name == "mlp" else 0) for name, size in zip(axes, shape, strict=True)
+    )
+    return widths if any(after for _, after in widths) else None
 
 
 def _hidden_axes(axes: LogicalAxes, shardings: DecoderShardings) -> tuple[str, ...]:

@@ -62,7 +62,8 @@ def make_optimizer(
         bits depend only on step and element, so they are the same after a restart and on any mesh.
       moments: "device", or "host": optimizer-state offload. The moments are in pinned host memory;
         each step fetches, updates and writes back one chunk after another. Results are bitwise
-        those of "device". :func:`init_train_state` places them.
+        those of "device", unless XLA's optimizations are disabled. :func:`init_train_state` places
+        them.
 
     Returns:
       The transformation and its schedule.

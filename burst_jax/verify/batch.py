@@ -228,7 +228,7 @@ def is_content(name: str, segments: str) -> bool:
     return name != segments and not _is_named(name, others)
 
 
-def other_padding(batch: Any, sizes: Sizes, segments: str) -> Any:
+def other_padding(batch: Any, segments: str) -> Any:
     """The batch with other tokens and targets in segment 0, which no loss may depend on."""
     ids = next(np.asarray(x) for name, x in named_leaves(batch) if name == segments)
 

@@ -59,7 +59,7 @@ class Sentences:
         self.mesh, self.layout, self.calls, self.one = mesh, layout, calls, one
 
     def all(self, origins: Sequence[Origin]) -> list[str]:
-        """One sentence for each line of the caller's code."""
+        """One sentence for each line of user code."""
         return list(dict.fromkeys(self.of(origin) for origin in origins))
 
     def of(self, origin: Origin) -> str:

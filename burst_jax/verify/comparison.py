@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
@@ -127,6 +128,7 @@ class _Side:
       params: on the mesh.
       batch: on the mesh, in the loss's order.
       calls: attention calls.
+      run: the compiled program, ``batch -> (loss, gradients)``.
       value: the loss.
       gradients: on the host, of the floating parameters.
     """
@@ -137,6 +139,7 @@ class _Side:
     params: Any
     batch: Any
     calls: list[WatchedCall]
+    run: Callable[[Any], tuple[jax.Array, list[jax.Array]]] | None = None
     value: float = 0.0
     gradients: list[np.ndarray] = dataclasses.field(default_factory=list)
 
@@ -273,7 +276,8 @@ class _Comparison:
             function, floats = self._program(side)
             traced = jax.jit(function).trace(floats, side.batch)
             program = traced.lower().compile()
-            value, gradients = program(floats, side.batch)
+            side.run = functools.partial(program, floats)
+            value, gradients = side.run(side.batch)
             side.value, side.gradients = float(value), [np.asarray(x) for x in gradients]
         if (memory := program.memory_analysis()) is not None:
             self.cost.bytes[side.name] = int(
@@ -330,11 +334,11 @@ class _Comparison:
                 f"{share} of {segments.name} and have {100 * segments.loss:.1f} % of the loss "
                 "weight: segment 0 is padding, whose outputs are undefined; give it weight 0"
             ]
-        side, changed = self.one, batches.other_padding(self.batch, self.sizes, segments.name)
+        side, changed = self.one, batches.other_padding(self.batch, segments.name)
+        assert side.run is not None
         with jax.set_mesh(side.mesh):
             placed = batches.place(changed, self.sizes, side.mesh, (), self.ring)
-            loss = jax.jit(side.loss)
-            before, after = (float(loss(side.params, x)) for x in (side.batch, placed))
+            before, after = side.value, float(side.run(placed)[0])
         if abs(before - after) <= 1e-6 * abs(before):
             return []
         return [

@@ -60,7 +60,7 @@ class Step:
       run: the operation, from values to a list of values.
       inputs: its inputs.
       outputs: the numbers of its outputs.
-      place: the line of the caller's code that it comes from.
+      place: the line of user code that it comes from.
       file: the innermost file.
       equation: its equation; None for the steps of an unrolled scan.
       of_inputs: whether it depends on the program's inputs or on arrays that the function captured.

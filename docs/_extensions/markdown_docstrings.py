@@ -56,7 +56,7 @@ def to_markdown(text: str) -> str:
 
 
 def _table(rule: str, rows: list[str]) -> list[str]:
-    """A simple table without a header; a line whose first cell is empty goes on with a row."""
+    """A simple table without a header; a line whose first cell is empty continues a row."""
     starts = [match.start() for match in re.finditer("=+", rule)]
     ends = [*starts[1:], None]
     cells: list[list[str]] = []

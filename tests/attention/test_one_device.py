@@ -186,9 +186,3 @@ def test_arrays_of_several_devices_raise(kind):
             jax.jit(lambda query: local_attention(query, query, query))(split)
     whole = jax.device_put(query, jax.NamedSharding(mesh, P()))
     assert local_attention(whole, whole, whole).shape == query.shape
-
-
-def test_forward_mode_raises():
-    query = zeros(B, T, N, H)
-    with pytest.raises(NotImplementedError, match="or local_attention is not implemented: use rev"):
-        jax.jvp(local_attention, (query,) * 3, (query,) * 3)

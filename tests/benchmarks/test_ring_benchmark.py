@@ -97,7 +97,7 @@ def test_results_are_checked_printed_and_saved(tmp_path, monkeypatch, capsys, qu
         assert row.memory > 0
     own, zigzag = loaded.rows[:2]
     assert (own.error, own.forward) == (0, 2 * zigzag.forward)
-    assert 0 < zigzag.error < ring._TOLERANCE
+    assert 0 < zigzag.error < ring.TOLERANCE["bfloat16"]
     # The memory is that of forward and backward, whose program has four results.
     assert len(jax.tree.leaves(programs[0].out_tree.unflatten([0] * 4))) == 4
     printed = capsys.readouterr().out

@@ -110,26 +110,6 @@ def test_random_mixes(n):
             assert placed.zone == large
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_local_and_ring_pairs_are_the_causal_pairs(n):
-    """Each pair of a query and a key once: within a shard, or between ring zones."""
-    for seed in range(6):
-        c = 48
-        lengths = mixes(seed, n, c)
-        placed = balance(lengths, num_shards=n, tokens_per_shard=c, costs=FREE_RING)
-        places = np.arange(n * c)
-        shard, in_zone = places // c, places % c >= c - placed.zone
-        ids, at = placed.segment_ids, placed.positions
-        causal = (ids[:, None] == ids) & (ids > 0) & (at[:, None] >= at)
-        local = causal & (shard[:, None] == shard)
-        ring = causal & (shard[:, None] != shard) & in_zone[:, None] & in_zone
-        attended = placed.restore(placed.restore(local + ring.astype(int), 0), 1)
-        document = np.repeat(np.arange(len(lengths)), lengths)
-        np.testing.assert_array_equal(
-            attended, np.tril(document[:, None] == document).astype(attended.dtype)
-        )
-
-
 @pytest.mark.parametrize("surplus", [0, 300_000])
 def test_a_cut_gives_each_shard_the_wanted_work(surplus):
     """Tokens and work of the shards differ; a surplus that nobody can have is shared."""

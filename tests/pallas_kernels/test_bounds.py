@@ -372,7 +372,6 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     table = np.random.default_rng(0).random((4, 128 // q_block, 128 // kv_block)) < 0.3
     mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
     assert not mask.tests_scores(*tiles)
-    assert mask.tests_scores(*tiles, together=2)
     keep = dense.kept(128, 128, block_mask=table)
     visited = []
     for q_at, kv_at in itertools.product(at, repeat=2):
@@ -386,19 +385,6 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
         np.testing.assert_array_equal(halves[0] + halves[1], got)
         assert not np.asarray(halves[0])[:, :, 4:].any()
     assert 0 < sum(visited) < 4 * 16 * 8
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_are_within_blocks(layout):
-    for n, length, block in itertools.product((1, 2, 3, 4), (8, 12, 16, 40), (1, 2, 6, 8, 16)):
-        run = run_in_blocks(layout, length, n, block)
-        of_shards = (positions(layout, n * length, n) // block).reshape(n, -1)
-        for shard in of_shards:
-            for first in range(0, length, run):
-                assert len(set(shard[first : first + run])) == 1, (n, length, block, run)
-    assert run_in_blocks("contiguous", 1024, 8, 128) == 128
-    assert run_in_blocks("zigzag", 1024, 8, 768) == 256
-    assert run_in_blocks("striped", 1024, 8, 128) == 16
 
 
 def test_tiles_of_a_block_mask_are_possible_and_full_as_its_scores_are():
@@ -424,15 +410,9 @@ def test_tiles_of_a_block_mask_are_possible_and_full_as_its_scores_are():
 
 
 def test_scores_are_tested_where_a_tile_is_not_in_one_block():
-    for runs, together, expected in (
-        ((64, 64), 1, False),
-        ((32, 64), 1, True),
-        ((64, 16), 1, True),
-        ((64, 64), 2, True),  # Heads with tables of their own visit the same tiles.
-    ):
+    for runs, expected in (((64, 64), False), ((32, 64), True), ((64, 16), True)):
         mask = BlockMask(jnp.ones((2, 1, 1), bool), 64, 64, *runs)
-        assert mask.tests_scores(64, 32, together) == expected
-        assert not BlockMask(mask.table[:1], 64, 64, 64, 64).tests_scores(64, 32, together)
+        assert mask.tests_scores(64, 32) == expected
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def test_xla_is_exact(implementation, dtype):
 @pytest.mark.parametrize("implementation", [SM80, SM90], ids=lambda x: x.name)
 def test_kernels_are_right_or_nan(implementation):
     """Too large a logit makes all of a query's results NaN; gradients have a lower limit."""
-    sizes = 3e2, 3e4, 1e18
+    # 4e3: out is NaN for a fifth of the queries, gradients for all.
+    sizes = 3e2, 4e3, 1e18
     with interpreter_of(implementation)():
         run = program(implementation)
         found = [run(*problem(size, "bfloat16")) for size in sizes]

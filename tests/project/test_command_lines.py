@@ -1,4 +1,4 @@
-"""Command lines but that of train_lm.py: wrong options end with 2 and one line that names them."""
+"""Command lines: wrong options end with 2 and one line that names them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import generate
 import linen_model
 import perplexity
 import pytest
+import run_options
 
 from benchmarks import __main__ as benchmarks
 from burst_jax.plan import __main__ as plan
@@ -27,6 +28,25 @@ MODEL = {
     "--model": PATHS, "--mesh": MESHES, "--batch": ("0", "3", *NUMBERS), "--seq-len": NUMBERS,
     "--layout": ("striped:0", *CHOICES), "--dtype": CHOICES, "--implementation": CHOICES,
 }  # fmt: skip
+
+
+def prepare(given):
+    """train_lm.py up to its training."""
+    args, parser = run_options.parse_args(given)
+    try:
+        run_options.prepare(args)
+    except (ValueError, OSError, NotImplementedError) as error:
+        parser.error(str(error))
+
+
+# Its own axes, and numbers without an upper limit. Adapters need a model: test_fine_tuning.py.
+TRAIN = {"--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))}
+for names, values in (
+    (run_options.AT_LEAST_1, ("0", *NUMBERS[:-1])),
+    (run_options.AT_LEAST_0, NUMBERS[:-1]),
+    (("lr", "stall_timeout"), ("0", "", "x", "-1", "nan", "inf")),
+):
+    TRAIN |= {run_options.flag(name): values for name in names if name != "lora_rank"}
 SIZES = {f"--{name}": NUMBERS for name in ("lengths", "layers")}
 OUTPUTS = {"--png": ("x", "x.json")}
 # Program: (main, options that are right, option -> values that are wrong).
@@ -66,18 +86,23 @@ PROGRAMS = {
     "plot": (benchmarks.main, ["plot", "{tmp}/file"], {"OUT.png": ("x",)}),
     "compare_runs": (compare_runs.main, ["{tmp}"], {"": ("nowhere", "x" * 5000)}),
     "draw_ring": (draw_ring.main, [], {"": ("{tmp}/file/x", "x" * 5000)}),
+    "train_lm": (
+        prepare,
+        ["--data={tmp}/file", "--out={tmp}/out", "--mesh=seq=2", "--seq-len=64"],
+        TRAIN | {"--data": PATHS[1:]},
+    ),
     "linen_model": (linen_model.main, [], {"--steps": ("0", *NUMBERS)}),
 }  # fmt: skip
 # As errors of the library name an option, or what it misses.
 ALIASES = {
     "--model": "config.json|model is", "--length": "length is", "--out": "file/x",
-    "": "metrics.jsonl|file/x|too long",
+    "--data": "path is|too long", "": "metrics.jsonl|file/x|too long",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_options(program, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("some text\n" * 3000)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}')
     main, right, wrong = PROGRAMS[program]
     cases = [(name, value) for name, values in wrong.items() for value in values]

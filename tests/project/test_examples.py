@@ -132,16 +132,6 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
     assert (checkpoints / "2").is_dir()
     assert (out / "loss.png").exists()
 
-    # The first run's checkpoints do not belong to these metrics.
-    shutil.rmtree(out / "checkpoints" / "3")
-    before = {path.name for path in out.iterdir()}
-    assert re.search(
-        r"--out is .*, whose metrics.jsonl belongs to another run than the checkpoints in .*: the "
-        rf"losses at step 2 are {losses(out)[1]} and {losses(trained[0])[1]}; use another --out",
-        error_of(arguments(corpus, out, *STEPS, MESH), capsys),
-    )
-    assert {path.name for path in out.iterdir()} == before
-
     # While another run writes its checkpoints, a second one ends at its start.
     with Checkpoints(out / "checkpoints") as other:
         other.lock()
@@ -166,23 +156,15 @@ def test_the_first_signal_is_a_request_and_the_second_interrupts(number):
 
 
 AXES = "data, fsdp, stage, outer, inner, seq, heads, tensor"
-AT_LEAST_1 = (
-    "batch", "seq-len", "layers", "kv-heads", "vocab-size", "steps", "keep", "mlp-chunks",
-    "accumulate", "eval-batches",
-)  # fmt: skip
-AT_LEAST_0 = "checkpoint-every", "profile", "sample-tokens", "seed"
+# tests/project/test_command_lines.py has numbers out of range.
 INVALID = {
-    **{f"--{name}=0": f"--{name} is 0: it must be at least 1" for name in AT_LEAST_1},
-    **{f"--{name}=-1": f"--{name} is -1: it must be at least 0" for name in AT_LEAST_0},
-    **{f"--lr={x}": f"--lr is {x}: it must be positive" for x in ("nan", "inf", "-1.0")},
-    "--stall-timeout=0": "--stall-timeout is 0.0: it must be positive, and finite",
     **{
         f"--mesh={mesh}": f"--mesh is '{mesh}': write it like fsdp=2,seq=4"
-        for mesh in ("seq", "seq=x", "", "seq=2,", "seq:2")
+        for mesh in ("seq=x", "seq:2")
     },
     **{
         f"--mesh={mesh}": f"--mesh is '{mesh}': its axes are {AXES}, of size 1 or more"
-        for mesh in ("ring=8", "seq=0", "seq=-1", "Seq=2")
+        for mesh in ("ring=8", "Seq=2")
     },
     "--mesh=data=3,seq=3": "it needs 9 devices, there are 8; use for example seq=8",
     "--mesh=seq=2,outer=2,inner=2": "the ring is seq, or outer and inner .two levels., not both",

@@ -1,17 +1,15 @@
-"""Hostile records, loader states, run logs and command lines: an answer, or an error that names
-the file and the key, within a second; nothing outside of the given folders changes."""
+"""Hostile records, loader states and run logs: an answer, or an error that names the file and the
+key, within a second; nothing outside of the given folders changes."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-import run_options
 from data_files import loader_of, write_arrays
 from hostile import VALUES, Case, check, check_all, json_cases, special_files, text_cases, unchanged
 
@@ -159,43 +157,3 @@ def test_run_logs(tmp_path):
                 yield check(name, partial(cut_metrics, path, 5), (str(path),), rejected=rejected)
 
     check_all(results(), at_least=90)
-
-
-NUMBERS = ("", "x", "-1", "0", "1.5", "nan", "inf", "1e9", "9" * 5000, "\x1b[31m7", "1000000000")
-MESHES = (
-    "", "seq", "seq=", "=2", "seq=0", "seq=-1", "seq=99999999999", "seq=1e3", "seq=1,seq=1", ",",
-    "bogus=2", "\x1b[31m=2", "seq=2,", "fsdp=3,seq=3", "seq=2;tensor=2", "x" * 5000, "9" * 5000,
-)  # fmt: skip
-
-
-def test_command_lines_of_train_lm(tmp_path, capsys):
-    flags = (*run_options.AT_LEAST_1, *run_options.AT_LEAST_0, *run_options.POSITIVE)
-    lines = [(run_options.flag(name), value) for name, value in itertools.product(flags, NUMBERS)]
-    lines += [("--mesh", value) for value in MESHES]
-    lines += [("--lora-targets", "("), ("--no-such\x1b[31m", "1"), ("--data", str(tmp_path / "x"))]
-    (tmp_path / "a.txt").write_text("some text\n" * 3000)
-    given = [f"--data={tmp_path}", f"--out={tmp_path / 'out'}", "--mesh=seq=2", "--seq-len=64"]
-
-    def run(name: str, value: str) -> None:
-        try:
-            args, parser = run_options.parse_args([*given, f"{name}={value}"])
-            try:
-                run_options.prepare(args)
-            except (ValueError, OSError, NotImplementedError) as error:
-                parser.error(str(error))
-        except SystemExit as end:
-            if end.code != 2:
-                raise
-            raise ValueError(capsys.readouterr().err.strip()) from None
-
-    # As errors of the library name it, or what is derived from it.
-    also = {"--layers": ("num_layers",), "--embed-dim": ("mlp_dim",), "--data": ("path is",)}
-    with unchanged(tmp_path):
-        check_all(
-            (
-                check(f"{name}={value[:20]}", partial(run, name, value),
-                      ((name.partition("\x1b")[0], *also.get(name, ())),))
-                for name, value in lines
-            ),
-            at_least=240,
-        )  # fmt: skip
