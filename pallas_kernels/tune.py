@@ -90,13 +90,13 @@ def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicC
     """
     dtype, producer = jnp.bfloat16, moves_registers()
     if kernel == "forward":
-        tiles = itertools.product((128, 192), (64, 96, 128, 192, 256), (2, 3, 4))
+        tiles = itertools.product((128, 192), (64, 96, 112, 128, 192, 256), (2, 3, 4))
         # Consumers that start copies need a third stage of values, and no other CTA's consumers.
         options = [{"cluster": n} for n in (1, 2)] if producer else [{}, {"v_stages": 3}]
         for option, numbers in itertools.product(options, tiles):
             config = mosaic_config(*numbers, **option)
             memory = ForwardMemory.of(
-                config, head_dim, dtype, out_dtype=dtype, has_carry=True, value_dim=value_dim
+                config, head_dim, dtype, jnp.float32, has_carry=True, value_dim=value_dim
             )
             if memory.nbytes <= SHARED_MEMORY:
                 yield config

@@ -55,7 +55,7 @@ SPEC = AttentionSpec.of
         ),
         (
             lambda: MosaicConfig(128, 100, 2),
-            "block_kv is 100: it must be 64 or more, a multiple of 32",
+            "block_kv is 100: it must be 64 or more, a multiple of 16",
         ),
         (lambda: MosaicConfig(128, 128, 2, cluster=0), "cluster is 0: it must be 1 or 2"),
         (lambda: MosaicConfig(128, 128, 2, cluster=3), "cluster is 3: it must be 1 or 2"),
@@ -151,8 +151,10 @@ def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
             sm90.plain_forward_config(config, max(dims), causal, 64) for causal in (False, True)
         )
         for each in (config, *plain):
+            # The largest tiles have no room for a carry that is rounded.
+            has_carry = out_dtype == jnp.float32 or each.block_kv != sm90.LARGE_WIDE_BLOCK_KV
             memory = ForwardMemory.of(
-                each, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
+                each, dims[0], jnp.bfloat16, out_dtype, has_carry, in_accumulator, dims[1]
             )
             assert memory.nbytes <= sm90.SHARED_MEMORY == 227 * 1024, dims
     for dim in DIMS:

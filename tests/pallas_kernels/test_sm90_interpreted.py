@@ -50,16 +50,16 @@ SHARED_LARGE = mosaic_sm90(
 # Head dims above 128: consumers with keys of their own, and with keys that they share.
 LATENT, WIDE_DETERMINISTIC = (
     mosaic_sm90(
-        MosaicConfig(128, *forward, split_softmax=True),
+        MosaicConfig(128, forward, 2, split_softmax=forward == 128),
         MosaicConfig(64, keys, 2, wide=True),
         deterministic,
     )
-    for forward, keys, deterministic in (((128, 2), 128, False), ((96, 2), 64, True))
+    for forward, keys, deterministic in ((128, 128, False), (112, 64, True))
 )
 # One consumer accumulates dV, the other dK.
 SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
     mosaic_sm90(
-        MosaicConfig(128, 96, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True), deterministic
+        MosaicConfig(128, 112, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True), deterministic
     )
     for deterministic in (False, True)
 )
@@ -300,18 +300,24 @@ def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "kernels",
-    [KERNELS, pytest.param(SHARED, marks=slow, id="without-producer")],
+    ("kernels", "head_dim", "block_kv"),
+    [
+        pytest.param(KERNELS, 64, 64, id="kernels"),
+        pytest.param(SHARED, 64, 64, marks=slow, id="without-producer"),
+        # The carry and a rounded result do not fit in shared memory.
+        pytest.param(SPLIT_GRADIENTS, 192, 112, marks=slow, id="wide"),
+    ],
 )
-def test_the_last_call_rounds_out_and_nothing_else(monkeypatch, kernels):
+def test_the_last_call_rounds_out_and_nothing_else(monkeypatch, kernels, head_dim, block_kv):
     """Also where a query tile has no key: it reads none, not even one that is not finite."""
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 1)
-    inputs = inputs_of({**SLOPES, "lengths": (200, 136), "numbers": "both"})
+    case = SLOPES | {"lengths": (200, 136), "numbers": "both", "head_dim": head_dim}
+    inputs = inputs_of(case)
     (k, v), kv_tokens = inputs.kvs[0], inputs.kv_tokens[0]
     # Keys of the first tile come after all queries, those of the others after its first 128.
     at = inputs.call["query_positions"][128] + np.arange(-64, 72, dtype=np.int32)
-    at[:64] += 10**6
-    v[:, :64] = np.nan
+    at[:block_kv] += 10**6
+    v[:, :block_kv] = np.nan
     tokens = [kv_tokens._replace(positions=at)]
     inputs = dataclasses.replace(inputs, kvs=[(k, v)], kv_tokens=tokens)
     o, lse, rounded, same_lse = interpret_forward(inputs, random_carry(inputs), kernels, True)

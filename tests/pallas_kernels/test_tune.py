@@ -51,7 +51,7 @@ def producer(request, monkeypatch):
 
 def test_the_mosaic_space_is_what_fits_of_the_whole(producer):
     option = "cluster=2" if producer else "v_stages=3"
-    sizes = (128, 192), (64, 96, 128, 192, 256), (2, 3, 4)
+    sizes = (128, 192), (64, 96, 112, 128, 192, 256), (2, 3, 4)
     assert entries(tune.mosaic_space("forward", 16, 16)) == {
         (*config, *options) for config in itertools.product(*sizes) for options in ((), (option,))
     }
@@ -104,7 +104,7 @@ def test_the_gpu_decides_what_is_tuned(monkeypatch):
         (["--dtype", "float32"], "invalid choice: 'float32'"),
         (["--configs", "64,128,8,3,1"], "--configs of mosaic_sm90 are Q,KV,STAGES"),
         (["--configs", "128,x,2"], "--configs of mosaic_sm90 are Q,KV,STAGES"),
-        (["--configs", "128,100,2"], "block_kv is 100: it must be 64 or more, a multiple of 32"),
+        (["--configs", "128,100,2"], "block_kv is 100: it must be 64 or more, a multiple of 16"),
         (["--shape", "1", "64", "8", "3", "64"], "heads a multiple of key heads"),
         (["--shape", "0", "64", "8", "8", "64"], "--shape is [0, 64, 8, 8, 64]: all are 1 or more"),
         (["--value-dim", "0"], "--value-dim is 0: it must be 1 or more"),

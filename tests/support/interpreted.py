@@ -425,10 +425,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (fragments.__name__, "_rounded_to_int32"):
             (x,) = get_invals()
             return token, [lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int32)]
-        if name == (fragments.__name__, "_rescale_rows"):
-            x, factors = get_invals()
-            return token, [x * factors[:, None]]
-        if name[0] in (x.__name__ for x in (row_halves, row_intervals, row_maximum)):
+        if name[0] in (x.__name__ for x in (fragments, row_halves, row_intervals, row_maximum)):
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         fetches = "_fetch", "_fetch_with_order", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
@@ -485,6 +482,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(instructions, "store_left_operand", interpreted_rows.store_left_operand),
         mock.patch.object(instructions, "store_transposed", interpreted_rows.store_transposed),
         mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
+        mock.patch.object(instructions, "start_product", interpreted_rows.start_product),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),

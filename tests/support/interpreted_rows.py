@@ -1,4 +1,4 @@
-"""What functions of ``row_halves``, ``row_intervals``, ``row_maximum``, ``instructions`` compute.
+"""What functions of ``fragments``, ``row_...`` and ``instructions`` compute.
 
 A warpgroup is one thread here.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import constant
 from pallas_kernels.mosaic.sm90.instructions import TILE
@@ -30,6 +31,12 @@ def _raised(m, scores, factor, inverse):
 def _between(scores, start, end):
     column = jnp.arange(scores.shape[1], dtype=jnp.int32)
     return jnp.where((column >= start[:, None]) & (column < end[:, None]), scores, -jnp.inf)
+
+
+def start_product(acc, a, b):
+    """A product, which may contract any number of rows here."""
+    plgpu.wgmma(acc, a, b)
+    return functools.partial(plgpu.wgmma_accumulator_load, acc)
 
 
 def store_transposed(target, x, lane):
@@ -56,5 +63,6 @@ RULES = {
     "_add_parts": lambda total, x: total + x.sum(1) / THREADS_OF_ROW,
     "_sum_parts": lambda total: total * THREADS_OF_ROW,
     "_raised": _raised,
+    "_rescale_rows": lambda x, factors: x * factors[:, None],
     "_between": _between,
 }

@@ -32,6 +32,8 @@ LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
 WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
+# Keys of the forward kernel's tiles where values have more than 128 lanes, if registers allow it.
+LARGE_WIDE_BLOCK_KV = 112
 # Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
 SPLIT_BLOCK_KV = 96
 SPLIT_HEAD_DIMS = 192, 192
@@ -49,7 +51,7 @@ class MosaicConfig:
 
     Attributes:
       block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
-      block_kv: keys per tile, a multiple of 32. Backward: 128, 64 per consumer warpgroup; if
+      block_kv: keys per tile, a multiple of 16. Backward: 128, 64 per consumer warpgroup; if
         ``wide`` also 64, or 96 at head dims (192, 192).
       stages: pipeline stages of the side that is looped over.
       do_stages: pipeline stages of dO in the backward kernel; None: as many as of q. 2 or more, 1
@@ -83,7 +85,7 @@ class MosaicConfig:
     wide: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        for name, unit in (("block_q", 64), ("block_kv", 32)):
+        for name, unit in (("block_q", 64), ("block_kv", 16)):
             size = getattr(self, name)
             if size < 64 or size % unit:
                 raise ValueError(f"{name} is {size}: it must be 64 or more, a multiple of {unit}")
@@ -191,10 +193,10 @@ def forward_config(
     Args:
       head_dim: H.
       value_dim: Hv; None is H.
-      needs_registers: whether the call has something that three consumer warpgroups, or 96 keys of
-        wide heads, have no registers for: dropout, a soft cap, a user function, KV bounds, a
-        block-sparse mask, a bias that is added to the scores, or a bias together with segment ids
-        or a window.
+      needs_registers: whether the call has something that three consumer warpgroups, or more than
+        64 keys of wide heads, have no registers for: dropout, a soft cap, a user function, KV
+        bounds, a block-sparse mask, a bias that is added to the scores, or a bias together with
+        segment ids or a window.
     """
     value_dim = head_dim if value_dim is None else value_dim
     widest = max(head_dim, value_dim)
@@ -207,7 +209,9 @@ def forward_config(
     if value_dim <= 128:
         # Without a producer warpgroup a third stage of values gains more than larger tiles.
         return MosaicConfig(128, 128 if moves_registers() else 96, 2)
-    return MosaicConfig(128, 64 if needs_registers else 96, 2)
+    if needs_registers:
+        return MosaicConfig(128, 64, 2)
+    return MosaicConfig(128, LARGE_WIDE_BLOCK_KV if moves_registers() else 96, 2)
 
 
 def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
@@ -250,11 +254,12 @@ def plain_forward_config(
     return for_this_jax(config)
 
 
-def softmax_split(head_dim: int, needs_registers: bool) -> dict[str, Any] | None:
+def softmax_split(head_dim: int, block_kv: int, needs_registers: bool) -> dict[str, Any] | None:
     """The change of a forward config that computes exponentials by halves of the rows.
 
     Args:
       head_dim: the larger of H and Hv.
+      block_kv: keys per tile.
       needs_registers: whether the call has dropout, a soft cap, a bias or a user function.
 
     Returns:
@@ -263,7 +268,9 @@ def softmax_split(head_dim: int, needs_registers: bool) -> dict[str, Any] | None
     if 96 < head_dim <= 128:
         # Values need a third stage to be free earlier, between two halves of a softmax.
         return {"split_softmax": True, "v_stages": 3}
-    return {"split_softmax": True} if 128 < head_dim <= 192 and not needs_registers else None
+    # With tiles of 112 keys the assembler computes both halves after the wait.
+    gains = 128 < head_dim <= 192 and block_kv != LARGE_WIDE_BLOCK_KV and not needs_registers
+    return {"split_softmax": True} if gains else None
 
 
 def backward_config(head_dim: int, small: bool = False) -> MosaicConfig:

@@ -6,7 +6,7 @@ stages become free. A consumer loops over the KV tiles within the bounds: first 
 mask, then the full ones. In each step it issues two products together, ``q k^T`` of the step's tile
 and ``p v`` of the tile before, so the softmax of one consumer overlaps with the products of the
 other. Scores and softmax are in ``forward_scores.py``; ``forward_epilogue.py`` merges o with the
-incoming (o, lse) and writes it, in place where possible. At head dims 97 to 128 the wait for
+incoming (o, lse) and writes it, in place where possible. With ``split_softmax`` the wait for
 ``p v`` is between two halves of the exponentials (``row_halves.py``).
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
@@ -41,9 +41,10 @@ from pallas_kernels.mosaic.fragments import (
 )
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, launch
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs
-from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores, row_halves
+from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores, instructions, row_halves
 from pallas_kernels.mosaic.sm90.configs import (
     REGISTERS,
+    SHARED_MEMORY,
     WARPGROUP_ROWS,
     MosaicConfig,
     for_this_jax,
@@ -81,6 +82,10 @@ def forward(
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     has_carry = carry is not None
     static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, has_carry=has_carry)
+    if not static.float32_out and has_carry and static.memory.nbytes > SHARED_MEMORY:
+        # The largest tiles leave no room to stage o in two dtypes.
+        o, lse = forward(inputs, bounds, carry, spec=spec, config=config)
+        return o.astype(out_dtype), lse
     if config is None:
         static = static.with_third_stages()
     config = static.config
@@ -380,7 +385,7 @@ def _first_step(consumer: Consumer, step: Any) -> _State:
         _copy_ahead(consumer, step, masked=True)
         return scores_ref[...]
 
-    scores = pl.run_scoped(products, _accumulators(static)[0])
+    scores = pl.run_scoped(products, forward_scores.accumulators(static)[0])
     _free_keys(consumer, consumer.stage(step))
     _free_queries(consumer, step == work.steps - 1)
     m, total = forward_scores.start_softmax(consumer)
@@ -400,7 +405,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         acc_ref[...] = state.acc
         _issue_scores(consumer, scores_ref, stage)
         plgpu.barrier_wait(memory.v_arrived.at[v_stage])
-        plgpu.wgmma(acc_ref, state.weights, memory.v.at[v_stage])
+        wait = instructions.start_product(acc_ref, state.weights, memory.v.at[v_stage])
         if not static.copies_late:
             _copy_ahead(consumer, step, masked)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
@@ -418,7 +423,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
             _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for p v before the exponentials.
         _wait_for_keys(consumer, step + 1)
-        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+        acc = wait()
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
@@ -430,7 +435,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
             p, total = forward_scores.second_half(*of_step, p, late_m, total)
         return _State(p.astype(static.dtype), acc, m, total)
 
-    return pl.run_scoped(products, *_accumulators(static))
+    return pl.run_scoped(products, *forward_scores.accumulators(static))
 
 
 def _last_product(consumer: Consumer, state: _State) -> jax.Array:
@@ -440,11 +445,11 @@ def _last_product(consumer: Consumer, state: _State) -> jax.Array:
     def product(acc_ref):
         acc_ref[...] = state.acc
         plgpu.barrier_wait(memory.v_arrived.at[stage])
-        plgpu.wgmma(acc_ref, state.weights, memory.v.at[stage])
+        wait = instructions.start_product(acc_ref, state.weights, memory.v.at[stage])
         consumer.work.start_next()
-        return acc_ref[...]
+        return wait()
 
-    acc = pl.run_scoped(product, _accumulators(consumer.static)[1])
+    acc = pl.run_scoped(product, forward_scores.accumulators(consumer.static)[1])
     # Copies of the next work tile's keys need not wait for the epilogue.
     consumer.free_stage(memory.v_free, stage)
     return acc
@@ -457,12 +462,6 @@ def _copy_ahead(consumer: Consumer, step: Any, masked: bool) -> None:
         producer = _producer(static, refs, warpgroup, work)
         for operand in range(len(producer.operands)):
             producer.advance(operand, step, masked)
-
-
-def _accumulators(static: ForwardStatic) -> tuple[Any, Any]:
-    """wgmma accumulators of the scores and of the weighted values."""
-    scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_kv), jnp.float32)
-    return scores, plgpu.ACC((WARPGROUP_ROWS, static.value_dim), jnp.float32)
 
 
 def _issue_scores(consumer: Consumer, scores_ref: Any, stage: Any) -> None:

@@ -120,6 +120,12 @@ class Consumer(NamedTuple):
         return lax.rem(self.work.steps_before + step, i32(self.static.v_stages))
 
 
+def accumulators(static: ForwardStatic) -> tuple[Any, Any]:
+    """wgmma accumulators of the scores and of the weighted values."""
+    scores = plgpu.ACC((WARPGROUP_ROWS, static.config.block_kv), jnp.float32)
+    return scores, plgpu.ACC((WARPGROUP_ROWS, static.value_dim), jnp.float32)
+
+
 def bias_accumulator(consumer: Consumer, stage: Any) -> jax.Array:
     """float32 ``[64, block_kv]``, the bias over the scale, which ``q k^T`` accumulates on.
 

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu import mma_utils, utils
 from jax.experimental.mosaic.gpu.fragmented_array import WGMMA_LAYOUT, FragmentedArray
+from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_fence, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_kernels.mosaic.fragments import optimization_barrier, swizzle_lanes
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS
-from pallas_kernels.mosaic.sm90.configs import REGISTERS, moves_registers
+from pallas_kernels.mosaic.sm90.configs import REGISTERS, WARPGROUP_ROWS, moves_registers
 from pallas_kernels.mosaic.transfers import matrix_transforms
 
 # A tile of scores in a warpgroup's registers, and vectors along its rows and its columns.
@@ -81,6 +83,57 @@ def fresh_zeros(shape: tuple[int, ...]) -> jax.Array:
 def _fresh_zeros(shape, _):
     zero: Any = llvm.inline_asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f", has_side_effects=True)
     return FragmentedArray.splat(zero, shape, WGMMA_LAYOUT)
+
+
+def start_product(acc: Any, a: jax.Array, b: Any) -> Callable[[], jax.Array]:
+    """Starts ``acc += a b``. The result waits for it, and for all products before it.
+
+    ``plgpu.wgmma`` contracts as many rows of ``b`` at a time as its swizzled tiles have lanes. If
+    they are no multiple of that, the instructions are issued here. Kernels call it as an attribute
+    of this module, so that tests can replace it.
+
+    Args:
+      acc: accumulator, float32 ``[64, n]``.
+      a: bfloat16 or float16 ``[64, k]``, in the layout :data:`TILE`; k is a multiple of 16.
+      b: swizzled shared memory ``[k, n]``, of the same dtype.
+    """
+    rows, columns = b.shape
+    if rows % swizzle_lanes(columns, 2) == 0:
+        plgpu.wgmma(acc, a, b)
+        return functools.partial(plgpu.wgmma_accumulator_load, acc)
+    tile = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, columns), jnp.dtype(jnp.float32), TILE)
+    types = TILE, TILE, plgpu.RefType(matrix_transforms(columns, 2))
+    start = plgpu.inline_mgpu(arg_types=types, return_type=tile)(_start_product)
+    started = start(plgpu.wgmma_accumulator_load(acc, wait_n=None), a, b)
+
+    def wait() -> jax.Array:
+        plgpu.wgmma_wait(0)
+        return optimization_barrier(started)
+
+    return wait
+
+
+def _start_product(_, acc, a, b):
+    i64, step = ir.IntegerType.get_signless(64), 16
+    (rows, columns), dtype = mma_utils.tiled_memref_shape(b)
+    described: Any = mma_utils.create_descriptor(
+        b, swizzle=2 * swizzle_lanes(columns, 2), group_size=(step, columns), logical_k_major=True
+    )
+    (place, (_, (stride,))), *_ = described
+    a, acc = wgmma_fence(a), WGMMAAccumulator.from_registers(acc, sync=False)
+    registers = acc._value.registers.copy()
+    next_rows = utils.c(mma_utils.encode_addr(stride), i64)
+    for row in range(0, rows, step):
+        registers = wgmma_m64(
+            registers, a[:, row : row + step], place, n=columns,
+            # The width of a, and not how b is swizzled, which the descriptor tells.
+            swizzle=2 * step, a_element_type=dtype, b_element_type=dtype, a_transpose=None,
+            a_k_stride=None, b_transpose=True, b_k_stride=stride,
+        )  # fmt: skip
+        place = llvm.add(place, next_rows, overflow_flags=llvm.IntegerOverflowFlags.none)
+    utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+    started = FragmentedArray(_registers=registers, _layout=acc._value.layout, _is_signed=None)
+    return started.to_layout(acc._original_layout)
 
 
 def store_left_operand(target: Any, x: jax.Array) -> None:

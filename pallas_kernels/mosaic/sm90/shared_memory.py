@@ -124,12 +124,7 @@ class ForwardMemory(NamedTuple):
         return cls(
             q=_matrix((consumers, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),
-            # A product contracts as many values at a time as a swizzled tile has lanes.
-            v=_matrix(
-                (v_stages, block_kv, value_dim),
-                dtype,
-                lanes=math.gcd(value_dim, 32) if block_kv % 64 else None,
-            ),
+            v=_matrix((v_stages, block_kv, value_dim), dtype),
             out=_matrix((consumers, rows, out_lanes), out_dtype, lanes=lanes),
             carry_o=carry_o,
             lse=plgpu.SMEM((consumers + bias_in_accumulator, rows), jnp.float32),
