@@ -205,15 +205,14 @@ class ServedModel:
             x = lax.all_gather(x, token_axes, axis=2, tiled=True)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        tables: dict[Rope | None, RopeTable] = {
-            rope: rope_table(
-                positions,
-                config.head_dim,
-                rope,
-                length=length if isinstance(rope, DynamicRope) else None,
-            )
-            for rope in dict.fromkeys(config.layer_ropes)
-        }
+
+        def table_of(rope: Rope | None) -> RopeTable:
+            of_batch = length if isinstance(rope, DynamicRope) else None
+            found = rope_table(positions, config.head_dim, rope, length=of_batch)
+            # XLA would compute a part of a decoding step's table in every kernel that reads it.
+            return found if gather else lax.optimization_barrier(found)
+
+        tables = {rope: table_of(rope) for rope in dict.fromkeys(config.layer_ropes)}
         stored = []
         layers, specs = list(weights["layers"]), self.specs["layers"]
         for index, kind in enumerate(config.layer_kinds):
