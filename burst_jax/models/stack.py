@@ -209,6 +209,9 @@ def run_ahead(
                 stored = lax.optimization_barrier(stored)
             dout = gradient, layer_weights(dsums, index)
             gradient, dweights = rebuild[segment](stored, (*weights, shared))(dout)
+            # XLA would combine what is received here with the gradients that are sent below, and
+            # wait for these before it sends any.
+            ahead, dweights = lax.optimization_barrier((ahead, dweights))
             (dlocal,) = jax.vjp(gather, layer_weights(stacked, index))[1](dweights)
             gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),

@@ -52,7 +52,8 @@ class PartialAttention(NamedTuple):
 
     def attention(self, sink_logits: jax.Array | None) -> jax.Array:
         """The normalized output, float32 ``[B, T, N, Hv]``; 0 for a fully masked query."""
-        out, most, total = (x[0] for x in self.merged())
+        merged = self if len(self.out) == 1 else self.merged()
+        out, most, total = (x[0] for x in merged)
         if sink_logits is not None:
             sinks = sink_logits.astype(jnp.float32)
             highest = jnp.maximum(most, sinks)

@@ -95,4 +95,6 @@ class _Heads(nnx.Module):
         own = slice(self.first, self.first + self.heads)
         if self.norm is None:
             return product[:, :, own]
-        return self.norm.with_mean(product[:, :, own], mean_square(product)[:, :, own])
+        return self.norm.with_mean(
+            product[:, :, own], mean_square(product, self.norm.epsilon)[:, :, own]
+        )

@@ -198,15 +198,15 @@ class ServedModel:
             x = lax.all_gather(x, token_axes, axis=2, tiled=True)
         if config.scale_embeddings:
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
-        tables: dict[Rope | None, RopeTable] = {
-            rope: rope_table(
-                positions,
-                config.head_dim,
-                rope,
-                length=length if isinstance(rope, DynamicRope) else None,
-            )
-            for rope in dict.fromkeys(config.layer_ropes)
-        }
+
+        def table_of(rope: Rope) -> RopeTable:
+            of_batch = length if isinstance(rope, DynamicRope) else None
+            found = rope_table(positions, config.head_dim, rope, length=of_batch)
+            # XLA would compute a part of a decoding step's table in every kernel that reads it.
+            return found if gather else lax.optimization_barrier(found)
+
+        ropes = dict.fromkeys(config.layer_ropes)
+        tables: dict[Rope | None, RopeTable] = {rope: table_of(rope) for rope in ropes}
         stored = []
         layers, specs = list(weights["layers"]), self.specs["layers"]
         for index, kind in enumerate(config.layer_kinds):

@@ -122,5 +122,5 @@ def test_a_mixture_reads_the_experts_by_kernels_without_a_loop():
     assert " sort(" not in text
     free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
     launches = [x for x in compiled.computations(program)["ENTRY"] if x.opcode not in free]
-    # 21 of the layer. Each takes a microsecond at least, as long as 3 MB of weights.
-    assert len(launches) <= 33, [x.name for x in launches]
+    # Each takes a microsecond at least, as long as 3 MB of weights.
+    assert len(launches) <= 25, [x.name for x in launches]

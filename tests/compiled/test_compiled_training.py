@@ -181,15 +181,26 @@ def test_gathered_experts_are_sent_ahead():
     planned = planned_bytes(config, params, strategy, N * TOKENS)
     assert compiled.temp_bytes(program) == pytest.approx(planned, rel=0.1)
     gate = experts.count, config.embed_dim // N, config.mlp_dim
-    forward = [
-        [during for shapes, during in sent if gate in shapes]
-        for sent in compiled.moves(program, "collective-permute").values()
-        if any("burst_forward" in during for _, during in sent)
-    ]
-    (layer,) = (found for found in forward if found)
+    loops = compiled.moves(program, "collective-permute").values()
+
+    def experts_in_loop(kernel: str) -> list[list[str]]:
+        """What overlaps with each transfer of experts, in the loop with the kernel."""
+        found = [
+            [during for shapes, during in sent if gate in shapes]
+            for sent in loops
+            if any(kernel in during for _, during in sent)
+        ]
+        (layer,) = filter(None, found)
+        return layer
+
     # One permute for each distance.
-    assert len(layer) == N - 1
-    assert all(layer)
+    forward = experts_in_loop("burst_forward")
+    assert len(forward) == N - 1
+    assert all(forward)
+    # Gradients are sent last, apart from the weights.
+    backward = experts_in_loop("burst_backward")
+    assert len(backward) == 2 * (N - 1)
+    assert sum(map(bool, backward)) >= N - 2
     most = max(
         math.prod(map(int, filter(None, shape.split(","))))
         for operations in compiled.computations(program).values()

@@ -60,11 +60,12 @@ def test_blocks(kinds, blocks):
 @pytest.mark.parametrize(
     ("run", "kinds", "barriers"),
     [
-        (run_ahead, "LLGLLGLL", 0),
+        # One per segment, between what is gathered ahead and the gradients.
+        (run_ahead, "LLGLLGLL", 3),
         # XLA unrolls the scans of single layers that no block repeats, so their recomputation needs
-        # a barrier against the forward pass.
-        (run_ahead, "FFS", 1),
-        (run_layers, "LGS", 3),
+        # one more against the forward pass.
+        (run_ahead, "FFS", 2 + 1),
+        (run_layers, "LGS", 3 + 3),
         (run_layers, "LL", 0),
     ],
 )

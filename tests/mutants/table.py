@@ -266,6 +266,8 @@ MUTANTS = [
      "tests/models/test_decoder.py"),
     ("burst_jax/models/stack.py", "if block.repeats == segment.count == 1", "if block.repeats == 1",
      "tests/models/test_stack.py"),
+    ("burst_jax/models/stack.py", "lax.optimization_barrier((ahead, dweights))", "(ahead, dweights)",
+     "tests/models/test_stack.py -k loop"),
     ("burst_jax/models/weights.py", "outputs = axes[-1] if key[0] == \"out\" else axes[1]",
      "outputs = axes[1]", f"{LORA} optax"),
     ("burst_jax/models/hf/families.py", "bool(used) and layer >= first", "bool(used) and layer > first",

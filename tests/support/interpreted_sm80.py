@@ -44,6 +44,11 @@ def _store(ref: Any, value: jax.Array) -> None:
     ref[...] = value
 
 
+def _store_first_rows(ref: Any, x: jax.Array, fragments: Any) -> None:
+    del fragments
+    ref[...] = x[: ref.shape[0]]
+
+
 def _load(ref: Any, *args: Any, **kwargs: Any) -> jax.Array:
     del args, kwargs
     return ref[...]
@@ -91,6 +96,7 @@ _INSTRUCTIONS = {
     "load_matrix": _load,
     "load_vector": _load,
     "store": _store,
+    "store_first_rows": _store_first_rows,
     "as_left_operand": lambda x, fragments: x,
     "add_to_row_parts": lambda total, x, fragments: total + x.sum(1),
     "row_parts_of": lambda total: total,

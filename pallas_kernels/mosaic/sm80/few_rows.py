@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrays import pad_axis
 from pallas_kernels.device import Target, num_sms
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
@@ -79,7 +78,7 @@ class _Static:
     """Static parameters.
 
     Attributes:
-      rows: R, a multiple of 16.
+      rows: R, rounded up to a multiple of 16.
       config: tile sizes.
       steps: of one slot.
       columns: CTAs along the columns of one array of weights.
@@ -128,8 +127,7 @@ def few_rows_product(
       float32 ``[J, U, R, N]``, undefined for unused slots; or ``[J, S, R, N]``, whose sum over S is
       that over the used slots.
     """
-    given, (depth, columns) = x.shape[1], weights[0].shape[1:]
-    rows = -(-given // MMA_ROWS) * MMA_ROWS
+    rows, (depth, columns) = x.shape[1], weights[0].shape[1:]
     config = config or FewRowsConfig(64 if columns % 128 else 128)
     count, slot_steps = slots.matrices.shape[0], depth // config.depth
     tiles = len(weights) * (columns // config.block_n)
@@ -137,25 +135,27 @@ def few_rows_product(
     if summed:
         most = count * slot_steps // config.stages
         splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
-    static = _Static(rows, config, slot_steps, columns // config.block_n, splits, weights[0].dtype)
+    padded = -(-rows // MMA_ROWS) * MMA_ROWS
+    static = _Static(
+        padded, config, slot_steps, columns // config.block_n, splits, weights[0].dtype
+    )
     parts = count if splits is None else splits
     result: Any = jax.ShapeDtypeStruct((len(weights), parts, rows, columns), jnp.dtype(jnp.float32))
-    out = launch(
+    return launch(
         functools.partial(_kernel, static),
         "burst_few_rows",
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"part": parts, "column": tiles},
         warpgroups=1,
-        inputs=_Inputs(pad_axis(x, 1, rows), weights, slots),
+        inputs=_Inputs(x, weights, slots),
         results=result,
         memory={
-            "x": instructions.tiled_memory((config.stages, rows, config.depth), static.dtype),
+            "x": instructions.tiled_memory((config.stages, padded, config.depth), static.dtype),
             "weights": instructions.tiled_memory(
                 (config.stages, config.depth, config.block_n), static.dtype
             ),
         },
     )
-    return out[:, :, :given]
 
 
 def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
@@ -172,7 +172,7 @@ def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
     def run() -> None:
         acc = _sum(static, inputs, memory, array, column, first, end)
         target = out.at[array, part, :, pl.ds(column, static.config.block_n)]
-        instructions.store(target, acc)
+        instructions.store_first_rows(target, acc, _fragments(static))
 
     if static.splits is None:
         pl.when(part < inputs.slots.count[0])(run)
@@ -184,8 +184,7 @@ def _sum(
     static: _Static, inputs: _Inputs, memory: Any, array: Any, column: Any, first: Any, end: Any
 ) -> jax.Array:
     """The products of some steps, added up."""
-    # All warps are along the columns.
-    fragments, ahead = instructions.Fragments.of(static.dtype, 1), static.config.stages - 1
+    fragments, ahead = _fragments(static), static.config.stages - 1
 
     def copy(step: Any, stage: Any) -> None:
         """Starts the copies of a step as one group, which is empty after the last step."""
@@ -221,3 +220,8 @@ def _sum(
 
     zeros = fragments.zeros((static.rows, static.config.block_n))
     return lax.fori_loop(first, end, add, (i32(0), zeros))[1]
+
+
+def _fragments(static: _Static) -> instructions.Fragments:
+    """All warps are along the columns."""
+    return instructions.Fragments.of(static.dtype, 1)

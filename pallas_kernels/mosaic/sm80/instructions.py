@@ -157,6 +157,21 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
+def store_first_rows(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Writes a result, without the rows that ``ref`` does not have, to global memory."""
+    rows = ref.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))
+    def write(_, ref, x):
+        limit = utils.c(rows, ir.IndexType.get())
+        indices = x.layout.thread_idxs(x.shape)
+        for register, index in zip(x.registers.flat, indices, strict=True):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index[0], limit)):
+                vector.store(register, ref, index)
+
+    write(ref, x)
+
+
 def transposed_product(
     fragments: Fragments, acc: jax.Array, left: Any, right: Any, lanes: int
 ) -> jax.Array:

@@ -100,7 +100,7 @@ def copy_matrix(source: Any, target: Any, first: Any, count: Any = None) -> None
                 )
 
     valid = i32(length) - first if count is None else count
-    copy(source.at[pl.ds(first, rows)], target, valid)
+    copy(source.at[pl.ds(first, min(rows, length))], target, valid)
 
 
 def copy_numbers(sources: tuple[Any, Any], targets: tuple[Any, Any], first: Any) -> None:
