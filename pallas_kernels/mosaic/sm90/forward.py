@@ -53,6 +53,7 @@ from pallas_kernels.mosaic.sm90.configs import (
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, specialize_warpgroups
+from pallas_kernels.mosaic.sm90.padding import PaddedTiles, Tokens, copy_without_padding
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
 from pallas_kernels.mosaic.sm90.row_intervals import tile_ranges, with_intervals
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
@@ -91,17 +92,18 @@ def forward(
     if static.bias_in_accumulator:
         k_positions = scores.kv_tokens.positions.astype(jnp.float32)
     sink = None if has_carry else inputs.shared.sink_logits
-    arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, carry=None)
+    padded = PaddedTiles.of(inputs, config) if static.zeroes_padding else None
+    arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, None, padded)
     # TMA writes the lse of a whole tile, also of one that extends past the last query. Without
     # padding it would overwrite the lse of the next head.
     work_tiles = static.work_tiles
-    padded = work_tiles.tiles * config.tiles.block_q
+    length = work_tiles.tiles * config.tiles.block_q
     results = ForwardResults(
         o=jax.ShapeDtypeStruct(inputs.out_shape, out_dtype),
-        lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
+        lse=jax.ShapeDtypeStruct((static.batch, static.heads, length), jnp.dtype(jnp.float32)),
     )
     if carry is not None:
-        given = ForwardResults(carry[0], pad_axis(carry[1], 2, padded))
+        given = ForwardResults(carry[0], pad_axis(carry[1], 2, length))
         if static.in_place:
             results = given
         else:
@@ -227,9 +229,8 @@ def _copy_keys(
 ) -> None:
     """Starts the copy of a step's keys, and of their positions if they are needed."""
     inputs, memory = refs.inputs, refs.memory
-    stage, tokens = _copy_kv_tile(
-        static, work, step, masked, inputs.k, memory.k, memory.k_arrived, memory.k_free
-    )
+    of_stages = inputs.k, memory.k, memory.k_arrived, memory.k_free, static.memory.k
+    stage, tokens = _copy_kv_tile(static, refs, work, step, masked, *of_stages)
     if static.bias_in_accumulator:
         # The stage of the positions is free when that of the keys is.
         target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
@@ -241,12 +242,13 @@ def _copy_values(
 ) -> None:
     """Starts the copy of a step's values."""
     inputs, memory = refs.inputs, refs.memory
-    _copy_kv_tile(static, work, step, masked, inputs.v, memory.v, memory.v_arrived, memory.v_free)
+    of_stages = inputs.v, memory.v, memory.v_arrived, memory.v_free, static.memory.v
+    _copy_kv_tile(static, refs, work, step, masked, *of_stages)
 
 
 def _copy_kv_tile(
-    static: ForwardStatic, work: WorkTile, step: Any, masked: bool,
-    source: Any, target: Any, arrived: Any, free: Any,
+    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool,
+    source: Any, target: Any, arrived: Any, free: Any, description: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Starts the copy of a step's keys or values, once the stage's previous tile has been read.
 
@@ -258,7 +260,9 @@ def _copy_kv_tile(
     """
     cta_step, block_kv, stages = work.steps_before + step, static.config.block_kv, target.shape[0]
     stage = lax.rem(cta_step, i32(stages))
-    tokens = pl.ds(work.iterator.tile(step, masked) * block_kv, block_kv)
+    tile = work.iterator.tile(step, masked)
+    tokens = pl.ds(tile * block_kv, block_kv)
+    of_tile = Tokens.of(refs.inputs, "kv", work.batch, tile, tokens.start)
 
     @pl.when(cta_step >= stages)
     def _():
@@ -266,7 +270,11 @@ def _copy_kv_tile(
 
     source = source.at[work.batch, tokens, lax.div(work.head, i32(static.groups))]
     axes = None if static.config.cluster == 1 else CLUSTER_AXIS
-    plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage], collective_axes=axes)
+    copy = functools.partial(
+        plgpu.copy_gmem_to_smem, source, target.at[stage], collective_axes=axes
+    )
+    own = refs.memory.padded_arrived
+    copy_without_padding(of_tile, copy, arrived.at[stage], own, (target.at[stage], description))
     return stage, tokens
 
 
@@ -279,18 +287,18 @@ def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) 
 def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, warpgroup: Any) -> None:
     """Starts the copy of a consumer's 64 queries."""
     memory = refs.memory
+    first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
+    of_tile = Tokens.of(refs.inputs, "q", work.batch, work.tile, first)
 
     @pl.when(work.steps_before > 0)
     def _():
         plgpu.barrier_wait(memory.q_free.at[warpgroup])
 
-    first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
-    queries = pl.ds(first, WARPGROUP_ROWS)
-    plgpu.copy_gmem_to_smem(
-        refs.inputs.q.at[work.batch, queries, work.head],
-        memory.q.at[warpgroup],
-        memory.q_arrived.at[warpgroup],
-    )
+    queries = refs.inputs.q.at[work.batch, pl.ds(first, WARPGROUP_ROWS), work.head]
+    target, arrived = memory.q.at[warpgroup], memory.q_arrived.at[warpgroup]
+    copy = functools.partial(plgpu.copy_gmem_to_smem, queries, target)
+    zeroed = target, static.memory.q
+    copy_without_padding(of_tile, copy, arrived, memory.padded_arrived, zeroed)
 
 
 def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:
