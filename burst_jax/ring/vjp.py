@@ -249,10 +249,11 @@ def ring_backward(
     # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
     # slice of a stack, which would be copied whole.
     products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    if zeroes_padding:
-        products = _without_padding(products, segment_ids_here)
     # XLA must not swap the axes within the reduction either: that kernel is six times slower.
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
+    if zeroes_padding:
+        # Here, because XLA makes no part of the reduction's kernel of it.
+        products = _without_padding(products, segment_ids_here, tokens=2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
