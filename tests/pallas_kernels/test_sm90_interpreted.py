@@ -287,7 +287,9 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
     inputs = inputs_of({**CASES[name], "blocks": 1})
-    (do, _), (q_tokens, (kv_tokens, *_)) = inputs.arrays[4], inputs.arrays[2:4]
+    do: Any = inputs.arrays[4][0]
+    q_tokens: Any = inputs.q_tokens
+    kv_tokens: Any = inputs.kv_tokens[0]
     q_tokens, kv_tokens = (
         tokens._replace(segment_ids=np.where(at, 0, tokens.segment_ids).astype(np.int32))
         for tokens, at in (

@@ -202,11 +202,11 @@ def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
 
     @pl.loop(i32(0), work.steps)
     def _(step):
-        _copy_keys(static, refs, work, step)
+        _copy_kv_tile("k", static, refs, work, step)
         # The queries come after the first keys, whose stage is free earlier: the previous work tile
         # frees its queries only with its last scores.
         pl.when(step == 0)(functools.partial(_copy_all_queries, static, refs, work))
-        _copy_values(static, refs, work, step)
+        _copy_kv_tile("v", static, refs, work, step)
 
 
 def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: WorkTile) -> Producer:
@@ -218,46 +218,25 @@ def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wo
     the copies start after the softmax (:func:`_step`), when it has read this step's keys as well.
     """
     call, last = (static, refs), static.consumers - 1
-    keys = Copies.of(functools.partial(_copy_keys, *call), work, static.config.stages - 1, 0)
-    values = Copies.of(functools.partial(_copy_values, *call), work, static.v_stages - 2, last)
+    copy_keys, copy_values = (functools.partial(_copy_kv_tile, name, *call) for name in "kv")
+    keys = Copies.of(copy_keys, work, static.config.stages - 1, 0)
+    values = Copies.of(copy_values, work, static.v_stages - 2, last)
     queries = functools.partial(_copy_queries, *call, work, warpgroup)
     return Producer(work, warpgroup, (keys, values), queries)
 
 
-def _copy_keys(
-    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
-) -> None:
-    """Starts the copy of a step's keys, and of their positions if they are needed."""
-    inputs, memory = refs.inputs, refs.memory
-    of_stages = inputs.k, memory.k, memory.k_arrived, memory.k_free, static.memory.k
-    stage, tokens = _copy_kv_tile(static, refs, work, step, masked, *of_stages)
-    if static.bias_in_accumulator:
-        # The stage of the positions is free when that of the keys is.
-        target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
-        plgpu.copy_gmem_to_smem(inputs.k_positions.at[tokens], target, arrived)
-
-
-def _copy_values(
-    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
-) -> None:
-    """Starts the copy of a step's values."""
-    inputs, memory = refs.inputs, refs.memory
-    of_stages = inputs.v, memory.v, memory.v_arrived, memory.v_free, static.memory.v
-    _copy_kv_tile(static, refs, work, step, masked, *of_stages)
-
-
 def _copy_kv_tile(
-    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool,
-    source: Any, target: Any, arrived: Any, free: Any, description: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Starts the copy of a step's keys or values, once the stage's previous tile has been read.
+    operand: str, static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any,
+    masked: bool = True,
+) -> None:  # fmt: skip
+    """Starts the copy of a step's keys "k" or values "v", once the stage's previous tile is read.
 
     Stages are used in turn across all work tiles of a CTA. Each CTA of a cluster multicasts its
-    part to the shared memory of all; ``arrived`` waits for the whole tile.
-
-    Returns:
-      The stage and the slice of the key axis.
+    part to the shared memory of all; ``arrived`` waits for the whole tile. If the positions of keys
+    are needed, their copies are started as well.
     """
+    names = operand, f"{operand}_arrived", f"{operand}_free"
+    target, arrived, free = (getattr(refs.memory, name) for name in names)
     cta_step, block_kv, stages = work.steps_before + step, static.config.block_kv, target.shape[0]
     stage = lax.rem(cta_step, i32(stages))
     tile = work.iterator.tile(step, masked)
@@ -268,14 +247,16 @@ def _copy_kv_tile(
     def _():
         plgpu.barrier_wait(free.at[stage])
 
-    source = source.at[work.batch, tokens, lax.div(work.head, i32(static.groups))]
+    head, target = lax.div(work.head, i32(static.groups)), target.at[stage]
+    source = getattr(refs.inputs, operand).at[work.batch, tokens, head]
     axes = None if static.config.cluster == 1 else CLUSTER_AXIS
-    copy = functools.partial(
-        plgpu.copy_gmem_to_smem, source, target.at[stage], collective_axes=axes
-    )
-    own = refs.memory.padded_arrived
-    copy_without_padding(of_tile, copy, arrived.at[stage], own, (target.at[stage], description))
-    return stage, tokens
+    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, collective_axes=axes)
+    zeroed, own = (target, getattr(static.memory, operand)), refs.memory.padded_arrived
+    copy_without_padding(of_tile, copy, arrived.at[stage], own, zeroed)
+    if operand == "k" and static.bias_in_accumulator:
+        # The stage of the positions is free when that of the keys is.
+        positions, target = refs.inputs.k_positions, refs.memory.k_positions
+        plgpu.copy_gmem_to_smem(positions.at[tokens], target.at[stage], arrived.at[stage])
 
 
 def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
