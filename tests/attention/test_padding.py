@@ -80,13 +80,13 @@ def test_kernels_that_zero_padding_themselves(passes):
 
         return zeroed if backward in passes else run
 
-    implementation = dataclasses.replace(
+    implementation: Any = dataclasses.replace(
         REFERENCE,
         forward=zeroing(REFERENCE.forward, False),
         backward=zeroing(REFERENCE.backward, True),
         zeroes_padding=lambda spec, inputs, *, backward: backward in passes,
     )
-    ids = np.tile(np.repeat(np.int32([1, 0, 2, 0]), [5, 2, 6, 3]), (2, 1))
+    ids: Any = np.tile(np.repeat(np.array([1, 0, 2, 0], np.int32), [5, 2, 6, 3]), (2, 1))
     rng, sinks = np.random.default_rng(0), jnp.arange(4, dtype=jnp.float32)
     shapes = ((2, 16, heads, 8) for heads in (4, 2, 2, 4))
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
