@@ -15,7 +15,7 @@ row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mo
 
 A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles,
 in ``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``,
-writes to global memory in ``backward_epilogue.py``.
+zeros in padding in ``padding.py``, writes to global memory in ``backward_epilogue.py``.
 """
 
 from __future__ import annotations
