@@ -2,12 +2,13 @@
 
 A work tile is a (batch index, query head, query tile) with 64 queries per consumer warpgroup. The
 producer warpgroup fetches work tiles and starts the TMA copies of queries and KV tiles as pipeline
-stages become free; in padding it writes zeros (``padding.py``). A consumer loops over the KV tiles within the bounds: first those that need a
-mask, then the full ones. In each step it issues two products together, ``q k^T`` of the step's tile
-and ``p v`` of the tile before, so the softmax of one consumer overlaps with the products of the
-other. Scores and softmax are in ``forward_scores.py``; ``forward_epilogue.py`` merges o with the
-incoming (o, lse) and writes it, in place where possible. At head dims 97 to 128 the wait for
-``p v`` is between two halves of the exponentials (``row_halves.py``).
+stages become free; it also writes zeros in padding (``padding.py``). A consumer loops over the KV
+tiles within the bounds: first those that need a mask, then the full ones. In each step it issues
+two products together, ``q k^T`` of the step's tile and ``p v`` of the tile before, so the softmax
+of one consumer overlaps with the products of the other. Scores and softmax are in
+``forward_scores.py``; ``forward_epilogue.py`` merges o with the incoming (o, lse) and writes it, in
+place where possible. At head dims 97 to 128 the wait for ``p v`` is between two halves of the
+exponentials (``row_halves.py``).
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
 cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
