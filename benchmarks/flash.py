@@ -6,7 +6,6 @@ FlashAttention-4 runs in torch, in the same process.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 from typing import Any
 
@@ -23,11 +22,26 @@ from burst_jax.command_line import Unusable
 
 
 def ours(case: Case, arrays: tuple[jax.Array, ...]) -> Side:
-    """This project's kernels, as :func:`burst_jax.local_attention` chooses them."""
-    attend = functools.partial(local_attention, **case.arguments())
+    """This project's kernels, as :func:`burst_jax.local_attention` chooses them.
+
+    Segment ids are an argument of the compiled functions, as in training. Of constants XLA would
+    know that they hold no padding, and compute part of the kernels' tables.
+    """
+    ids = case.segment_ids()
+    options: dict[str, Any] = case.options | case.per_head()
+    others = () if ids is None else (jnp.asarray(ids),)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
+        names = "query_segment_ids", "key_value_segment_ids"
+        segments: dict[str, Any] = {name: x for name in names for x in others}
+        return local_attention(q, k, v, **options, **segments)
+
     forward, both = jax.jit(attend), with_gradients(attend)
     return Side(
-        "burst-jax", lambda: forward(*arrays[:3]), lambda: both(*arrays), jax.block_until_ready
+        "burst-jax",
+        lambda: forward(*arrays[:3], *others),
+        lambda: both(*arrays, *others),
+        jax.block_until_ready,
     )
 
 

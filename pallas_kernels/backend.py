@@ -157,6 +157,12 @@ def supports_all_functions(spec: AttentionSpec, inputs: AttentionInputs, *, back
     del spec, inputs, backward
 
 
+def needs_zeros(spec: AttentionSpec, inputs: AttentionInputs, *, backward: bool) -> bool:
+    """``Implementation.zeroes_padding`` for implementations that do not."""
+    del spec, inputs, backward
+    return False
+
+
 def no_bounds(inputs: AttentionInputs, *, spec: AttentionSpec) -> None:
     """``Implementation.forward_bounds`` for implementations that visit every tile."""
     del inputs, spec
@@ -188,6 +194,9 @@ class Implementation:
         atomics in varying order. (``forward`` must be bitwise reproducible.)
       deterministic_variant: what to use instead where gradients must be bitwise reproducible; None
         if there is nothing else.
+      zeroes_padding: ``(spec, inputs, *, backward) -> bool``: whether the pass replaces what
+        queries, keys, values and dO hold in padding, segment 0, by zeros. Otherwise its caller
+        must: masks give padding the weight 0, but 0 times infinity or NaN is NaN.
       checks_vma: whether it can be traced inside ``shard_map(check_vma=True)``.
       second_derivatives: how JAX can differentiate ``forward`` and ``backward`` themselves: "any"
         is in both modes, "forward" in forward mode only (bounds determine the lengths of their
@@ -207,5 +216,6 @@ class Implementation:
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True
     deterministic_variant: Implementation | None = None
+    zeroes_padding: Callable[..., bool] = needs_zeros
     checks_vma: bool = True
     second_derivatives: Literal["any", "forward", "none"] = "none"

@@ -182,7 +182,15 @@ def tile_segments(segment_ids: jax.Array, count: int, block: int) -> dict[str, j
         (lax.max, 0, (seg == 0).astype(jnp.int32)),
     )
     only = jnp.where((low == high) & (padded == 0), low, 0)
-    return {"segment_low": low, "segment_high": high, "segment": only}
+    return {"segment_low": low, "segment_high": high, "segment": only, "padded": padded}
+
+
+def tiles_with_padding(segment_ids: jax.Array, block: int) -> jax.Array:
+    """int32 ``[B, tiles]``: 1 where a tile of ``block`` tokens holds padding, else 0.
+
+    Next to tile bounds of the same tiles XLA computes nothing twice.
+    """
+    return tile_segments(segment_ids, -(-segment_ids.shape[1] // block), block)["padded"]
 
 
 def _kv_bounds(bounds: dict[str, jax.Array], count: int, block: int) -> dict[str, jax.Array]:

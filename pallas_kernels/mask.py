@@ -33,6 +33,7 @@ class TileSummary(NamedTuple):
       segment_low: the smallest segment id except padding; None without segments.
       segment_high: the largest one; below ``segment_low`` if the whole tile is padding.
       segment: the segment id of a tile with a single segment and no padding, else 0.
+      padded: 1 where a tile holds padding, else 0; None without segments.
       earliest_start: the smallest ``kv_starts`` of the queries, except for queries with empty KV
         bounds; None without.
       latest_start: the largest ``kv_starts``, of all queries.
@@ -46,6 +47,7 @@ class TileSummary(NamedTuple):
     segment_low: jax.Array | None
     segment_high: jax.Array | None
     segment: jax.Array | None
+    padded: jax.Array | None = None
     earliest_start: jax.Array | None = None
     latest_start: jax.Array | None = None
     earliest_end: jax.Array | None = None

@@ -78,12 +78,17 @@ def prepared(request: Request, inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(shared=SharedInputs(sinks, slopes, seeds, blocks, indices))
 
 
-def ring_inputs(request: Request, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs after the Ulysses all-to-all, with zeros in padding."""
+def ring_inputs(
+    request: Request, inputs: AttentionInputs, target: Target | None = None
+) -> AttentionInputs:
+    """The inputs after the Ulysses all-to-all, with zeros in padding.
+
+    With a ``target``, only if the forward kernels on it need the zeros.
+    """
+    if target is None or not _zeroes_padding(request, target, inputs, backward=False):
+        inputs = _with_zeros(inputs)
     axis, (query, kv, shared) = request.ulysses_axis, inputs
-    q = _without_padding(query.q, query.segment_ids)
-    k, v = (_without_padding(x, kv.segment_ids) for x in (kv.k, kv.v))
-    q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (q, k, v))
+    q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (query.q, kv.k, kv.v))
     q_arrays, kv_arrays = (
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()} for side in (query, kv)
     )
@@ -111,11 +116,35 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
     return jnp.where(live, x, jnp.zeros((), x.dtype))
 
 
+def _zeroes_padding(
+    request: Request, target: Target, inputs: AttentionInputs, *, backward: bool
+) -> bool:
+    """Whether the kernels of a pass replace what arrays hold in padding by zeros.
+
+    Those of a balanced layout need not get segment ids, so their padding must hold zeros before.
+    """
+    if not inputs.has_segments:
+        return True
+    if request.zone is not None:
+        return False
+    inputs = with_block_runs(request, inputs)
+    implementation = local_implementation(request, target, inputs, backward=backward)
+    return implementation.zeroes_padding(request.spec, inputs, backward=backward)
+
+
+def _with_zeros(inputs: AttentionInputs) -> AttentionInputs:
+    """Inputs with zeros in the padding of queries, keys and values."""
+    query, kv = inputs.query, inputs.kv
+    k, v = (_without_padding(x, kv.segment_ids) for x in (kv.k, kv.v))
+    q = _without_padding(query.q, query.segment_ids)
+    return inputs._replace(query=query._replace(q=q), kv=kv._replace(k=k, v=v))
+
+
 class Residuals(NamedTuple):
     """What the backward pass reads from the forward pass, for every implementation.
 
     Attributes:
-      inputs: :func:`ring_inputs`.
+      inputs: :func:`ring_inputs`; their padding holds zeros only if the forward kernels need them.
       out: ``[B, T, N, Hv]``, with this device's tokens and heads before the Ulysses all-to-all.
       lse: float32 ``[B, N, T]``, with its tokens and heads after the all-to-all.
       q_segment_ids: int32 ``[B, T]`` of its tokens before the all-to-all, or None.
@@ -165,7 +194,7 @@ def _attend_fwd(
     differentiated: PerHead | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
     del kv_heads
-    of_ring = ring_inputs(request, inputs)
+    of_ring = ring_inputs(request, inputs, target)
     carry = ring_forward(request, target, of_ring)
     return outputs_and_residuals(request, inputs, of_ring, carry, differentiated or {})
 
@@ -208,14 +237,23 @@ def ring_backward(
     def zeros(aval: Any) -> jax.Array:
         return vary(jnp.zeros(aval.shape, aval.dtype), varying_axes(out))
 
+    differentiated = [name for name, x in parameters.items() if x.shape[0]]
+    request = request.differentiating(differentiated)
     do, dlse = (instantiated(x, zeros) for x in cotangents)
-    do = _without_padding(do, segment_ids_here)
+    zeroes_padding = _zeroes_padding(request, target, residuals.inputs, backward=True)
+    if not zeroes_padding:
+        do = _without_padding(do, segment_ids_here)
+        if _zeroes_padding(request, target, residuals.inputs, backward=False):
+            query, kv, _ = _with_zeros(residuals.inputs)
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
     # slice of a stack, which would be copied whole.
     products = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # XLA must not swap the axes within the reduction either: that kernel is six times slower.
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
+    if zeroes_padding:
+        # Here, because XLA makes no part of the reduction's kernel of it.
+        products = _without_padding(products, segment_ids_here, tokens=2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
@@ -231,8 +269,6 @@ def ring_backward(
     inputs = AttentionInputs(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )
-    differentiated = [name for name, x in parameters.items() if x.shape[0]]
-    request = request.differentiating(differentiated)
     implementation = local_implementation(request, target, inputs, backward=True)
     results = backward(
         request, implementation, kernel_inputs(implementation, inputs), _rotation(request, inputs)

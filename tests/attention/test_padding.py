@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from meshes import assert_close, mesh_of, random_like
 from ring_cases import a_case, program_of
 
 import burst_jax
+from pallas_kernels import REFERENCE, AttentionInputs
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # One device, rings of both rotations, two levels and Ulysses, each implementation.
@@ -59,6 +61,49 @@ def test_values_in_padding_change_no_bit(name):
         np.testing.assert_array_equal(x[2:], x[:2], err_msg=result)
         nothing = kv_ids == 0 if result in ("dk", "dv") else (ids == 0) | lonely
         assert (x[2:][nothing] == (-np.inf if result == "lse" else 0)).all(), result
+
+
+@pytest.mark.parametrize("passes", [(True,), (False,), (False, True)], ids=str)
+def test_kernels_that_zero_padding_themselves(passes):
+    """``passes``: False if the forward pass does, True if the backward pass. Others get zeros."""
+
+    def zeroing(run, backward):
+        def zero(x, ids):
+            return None if x is None else jnp.where((ids == 0)[:, :, None, None], 0, x)
+
+        def zeroed(inputs, *args, **options):
+            query, kv, shared = inputs
+            q, do = (zero(x, query.segment_ids) for x in (query.q, query.do))
+            k, v = (zero(x, kv.segment_ids) for x in (kv.k, kv.v))
+            inputs = AttentionInputs(query._replace(q=q, do=do), kv._replace(k=k, v=v), shared)
+            return run(inputs, *args, **options)
+
+        return zeroed if backward in passes else run
+
+    implementation: Any = dataclasses.replace(
+        REFERENCE,
+        forward=zeroing(REFERENCE.forward, False),
+        backward=zeroing(REFERENCE.backward, True),
+        zeroes_padding=lambda spec, inputs, *, backward: backward in passes,
+    )
+    ids: Any = np.tile(np.repeat(np.array([1, 0, 2, 0], np.int32), [5, 2, 6, 3]), (2, 1))
+    rng, sinks = np.random.default_rng(0), jnp.arange(4, dtype=jnp.float32)
+    shapes = ((2, 16, heads, 8) for heads in (4, 2, 2, 4))
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+    def run(q, k, v, do):
+        def attend(q, k, v, sinks):
+            return burst_jax.local_attention(
+                q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids,
+                sink_logits=sinks, implementation=implementation,
+            )  # fmt: skip
+
+        out, vjp = jax.vjp(attend, q, k, v, sinks)
+        return out, *vjp(do)
+
+    got = run(*(poisoned(x, ids, rng) for x in arrays))
+    for x, y in zip(got, run(*arrays), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 # --- the argument pad ----------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
 import compiled_programs as compiled
 import jax
@@ -12,6 +14,7 @@ import pytest
 from compiled_calls import compile_call, compile_grouped
 from local import tokens
 
+from burst_jax import local_attention
 from pallas_kernels import Mask, mosaic_sm90
 from pallas_kernels.document_bounds import query_intervals
 from pallas_kernels.mosaic import work_tiles
@@ -279,3 +282,32 @@ def test_intervals_write_no_comparison_of_every_key_to_memory(known):
     program = compiled.compile_for(run, array(batch, length), array(length))
     most = max(elements for *_, elements in compiled.arrays_in_order(program))
     assert most <= batch * length
+
+
+@hopper_kernels
+def test_padding_takes_no_copies_of_whole_arrays():
+    """With segment ids as an argument, queries, keys, values and dO go to kernels as they are."""
+    mesh = compiled.gpu_mesh("h100", 1)
+    shape = 1, 2048, 4, 128
+
+    def run(q, k, v, do, ids):
+        def attend(q, k, v):
+            return local_attention(
+                q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
+            )
+
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(do)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    arrays = [array(*shape)] * 4
+    program: Any = compiled.compile_for(run, *arrays, array(*shape[:2], dtype=jnp.int32))
+    entry = program.as_text().partition("ENTRY")[2]
+    made = re.findall(r"= bf16\[1,2048,4,128\]\S* (\S+)\(", entry)
+    written = [name for name in made if name not in ("parameter", "get-tuple-element")]
+    # The cast of dQ alone.
+    assert written == ["fusion"], made
+    assert not re.search(r"= \(bf16\[1,2048,4,128\].* fusion\(", entry)

@@ -98,6 +98,10 @@ MUTANTS = [
     ("burst_jax/attention/merging.py", "in parts[1:]:", "in parts[1:2]:", ONE_DEVICE),
     # --- burst_jax/ring and layouts
     (VJP, "return jnp.where(live, x, jnp.zeros((), x.dtype))", "return x", PADDING),
+    (VJP, "query, kv, _ = _with_zeros(residuals.inputs)", "pass", f"{PADDING} -k themselves"),
+    (VJP, "products = _without_padding(products, segment_ids_here, tokens=2)", "pass", f"{PADDING} -k themselves"),
+    ("pallas_kernels/mosaic/sm90/padding.py", "tiles[batch, tile] != 0", "tiles[batch, tile] == 0",
+     f"{SM90} -k values_in_padding"),
     (VJP, "sinks, slopes, seeds = jax.tree.map(own, (sinks, slopes, seeds))",
      "sinks, slopes = jax.tree.map(own, (sinks, slopes))", f"{FUNCTIONS} -k 'one_device or global'"),
     (VJP, "indices._replace(head=own(indices.head))", "indices", f"{FUNCTIONS} {FUZZ}"),

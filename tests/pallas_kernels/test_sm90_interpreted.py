@@ -274,6 +274,61 @@ def test_as_exact_as_dense(monkeypatch, name, kernels):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("key_intervals", KERNELS),
+        pytest.param("zigzag_intervals", KERNELS, marks=slow),
+        pytest.param("documents", LARGE, marks=slow),
+        pytest.param("split_tiles", SPLIT_GRADIENTS, marks=slow),
+    ],
+)
+def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
+    """Not even NaN and infinity, where the kernels write zeros themselves."""
+    monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
+    inputs = inputs_of({**CASES[name], "blocks": 1})
+    do: Any = inputs.arrays[4][0]
+    q_tokens: Any = inputs.q_tokens
+    kv_tokens: Any = inputs.kv_tokens[0]
+    q_tokens, kv_tokens = (
+        tokens._replace(segment_ids=np.where(at, 0, tokens.segment_ids).astype(np.int32))
+        for tokens, at in (
+            (q_tokens, np.arange(inputs.q.shape[1]) % 40 < 3),
+            (kv_tokens, np.arange(inputs.kvs[0][0].shape[1]) % 50 < 4),
+        )
+    )
+    rng, clean = np.random.default_rng(0), (inputs.q, do, *inputs.kvs[0])
+
+    def filled(x, tokens, values):
+        padding = (tokens.segment_ids == 0)[..., None, None]
+        assert padding.any()
+        return np.where(padding, rng.choice(np.array(values, x.dtype), x.shape), x)
+
+    sides = q_tokens, q_tokens, kv_tokens, kv_tokens
+
+    def run(q, do, k, v, lse, delta):
+        o, new_lse = local.forward(kernels, q, (k, v), q_tokens, kv_tokens, spec=inputs.spec)
+        call = (q, do), (k, v), (lse, delta), q_tokens, kv_tokens
+        return o, new_lse, local.backward(kernels, *call, spec=inputs.spec)
+
+    def results(values, stats):
+        arrays = [filled(x, at, values) for x, at in zip(clean, sides, strict=True)]
+        return jax.tree.leaves(interpret(run, *arrays, *stats))
+
+    zero = [filled(x, at, [0]) for x, at in zip(clean, sides, strict=True)]
+    run_reference = functools.partial(local.forward, REFERENCE, spec=inputs.spec)
+    o, lse = quick_jit(run_reference)(zero[0], tuple(zero[2:]), q_tokens, kv_tokens)
+    delta = np.einsum("btnh,btnh->bnt", zero[1].astype(np.float32), np.asarray(o))
+    stats = np.asarray(lse), delta
+    assert kernels.zeroes_padding(inputs.spec, mock.Mock(has_bias=False), backward=True)
+    got, wanted = results([np.nan, np.inf, -np.inf], stats), results([0], stats)
+    for x, y in zip(got, wanted, strict=True):
+        assert not np.isnan(y).any()
+        np.testing.assert_array_equal(x, y)
+
+
+@needs_interpreter
 def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
     """Where dQ is in fixed point. dQ, dK and dV are added to those of another call."""
     inputs = inputs_of({**PLAIN, "lengths": (136, 392)})

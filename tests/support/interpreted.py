@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import instructions, row_halves, row_intervals, row_maximum
+from pallas_kernels.mosaic.sm90 import instructions, padding, row_halves, row_intervals, row_maximum
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Clocks that asynchronous copies and products use in turn. A race between two of one is missed.
@@ -483,6 +483,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(instructions, "store_transposed", interpreted_rows.store_transposed),
         mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
         mock.patch.object(instructions, "start_product", interpreted_rows.start_product),
+        mock.patch.object(padding, "zero_rows", interpreted_rows.zero_rows),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),

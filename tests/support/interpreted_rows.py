@@ -1,4 +1,4 @@
-"""What functions of ``fragments``, ``row_...`` and ``instructions`` compute.
+"""What functions of ``fragments``, ``row_...``, ``instructions`` and ``padding`` compute.
 
 A warpgroup is one thread here.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import constant
@@ -48,6 +49,17 @@ def store_transposed(target, x, lane):
 def store_left_operand(target, x):
     """A store, whose order of registers does not show here."""
     target[...] = x
+
+
+def zero_rows(target, transforms, segment_ids):
+    """Instead of :func:`padding.zero_rows`, row by row."""
+    del transforms
+
+    @pl.loop(0, target.shape[0])
+    def _(row):
+        @pl.when(segment_ids[row] == 0)
+        def _():
+            target[row] = jnp.zeros(target.shape[1:], target.dtype)
 
 
 def fresh_zeros(shape):

@@ -15,7 +15,7 @@ row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mo
 
 A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles,
 in ``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``,
-writes to global memory in ``backward_epilogue.py``.
+zeros in padding in ``padding.py``, writes to global memory in ``backward_epilogue.py``.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from pallas_kernels.mosaic.sm90.configs import (
 from pallas_kernels.mosaic.sm90.dq import backward_static, shipped_config
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
 from pallas_kernels.mosaic.sm90.instructions import specialize_warpgroups
+from pallas_kernels.mosaic.sm90.padding import PaddedTiles, Tokens, copy_without_padding
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
 from pallas_kernels.mosaic.sm90.row_intervals import tile_ranges, with_key_intervals
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardBarriers, ScratchLayout
@@ -147,10 +148,11 @@ def backward(
     counter = work_tiles.counter(tile_ranges(bounds), static.q_tiles)
     counter = None if counter is None else depending_on(counter, q)
     scores = ScoreInputs.of(inputs, spec, config.tiles)
+    padded = PaddedTiles.of(inputs, config) if static.zeroes_padding else None
     results = launch(
         functools.partial(_kernel, static), "burst_backward", grid={CTA_AXIS: work_tiles.ctas},
         warpgroups=static.warpgroups,
-        inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases, factors),
+        inputs=BackwardInputs(bounds, q, do, k, v, lse, delta, scores, q_bases, factors, padded),
         results=BackwardResults(dq.values, dk, dv, per_head_sums),
         memory=static.memory, counter=counter,
     )  # fmt: skip
@@ -209,7 +211,7 @@ def backward_bounds(
 
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
     """One warpgroup of one CTA."""
-    barriers = BackwardBarriers.split(memory.barriers, static.config, static.stages_dv_in_values)
+    barriers = BackwardBarriers.split(memory.barriers, static.barrier_counts)
     refs = BackwardRefs(inputs, results, memory, barriers)
     scheduler = TileScheduler(
         counter,
@@ -374,17 +376,23 @@ def _copy_keys_and_values(static: BackwardStatic, refs: BackwardRefs, work: Work
     """Starts the copies of a work tile's keys and values."""
     inputs, memory, barriers = refs.inputs, refs.memory, refs.barriers
     keys = pl.ds(work.tile * static.config.block_kv, static.config.block_kv)
+    tokens = Tokens.of(inputs, "kv", work.batch, work.tile, keys.start)
 
     @pl.when(work.steps_before > 0)
     def _():
         plgpu.barrier_wait(barriers.kv_free)
 
-    k = inputs.k.at[work.batch, keys, work.head]
-    plgpu.copy_gmem_to_smem(k, memory.k, barriers.kv_arrived)
-    if static.stages_dv_in_values:
-        pl.when(work.steps_before > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[0]))
-    v = inputs.v.at[work.batch, keys, work.head]
-    plgpu.copy_gmem_to_smem(v, memory.v, barriers.kv_arrived)
+    def copy(arrived):
+        k = inputs.k.at[work.batch, keys, work.head]
+        plgpu.copy_gmem_to_smem(k, memory.k, arrived)
+        if static.stages_dv_in_values:
+            pl.when(work.steps_before > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[0]))
+        v = inputs.v.at[work.batch, keys, work.head]
+        plgpu.copy_gmem_to_smem(v, memory.v, arrived)
+
+    zeroed = (memory.k, static.memory.k), (memory.v, static.memory.v)
+    own = barriers.padded_arrived
+    copy_without_padding(tokens, copy, barriers.kv_arrived, own, *zeroed, copies=2)
 
 
 def _copy_queries(
@@ -396,15 +404,21 @@ def _copy_queries(
     q_tile, head = tile_and_head
     queries = pl.ds(q_tile * block_q, block_q)
     lse = _lse(static, inputs.lse, work, step).at[work.batch, head, queries]
+    tokens = Tokens.of(inputs, "q", work.batch, q_tile, queries.start)
     stage = _free_stage(work, step, static.stages, barriers.q_free)
     # The consumers wait for these queries, and then read in scratch memory which they are.
     for index, value in zip(layout.tile_and_head(stage), tile_and_head, strict=True):
         memory.scratch[index] = value.astype(jnp.float32)
     if static.config.producer_warpgroup:
         plgpu.commit_smem()
-    q = inputs.q.at[work.batch, queries, head]
-    plgpu.copy_gmem_to_smem(q, memory.q.at[stage], barriers.q_arrived.at[stage])
-    _copy_stats(lse, memory.scratch.at[layout.lse(stage)], barriers.q_arrived.at[stage])
+    target = memory.q.at[stage]
+
+    def copy(arrived):
+        plgpu.copy_gmem_to_smem(inputs.q.at[work.batch, queries, head], target, arrived)
+        _copy_stats(lse, memory.scratch.at[layout.lse(stage)], arrived)
+
+    arrived, own = barriers.q_arrived.at[stage], barriers.padded_arrived
+    copy_without_padding(tokens, copy, arrived, own, (target, static.memory.q), copies=2)
 
 
 def _copy_do(
@@ -415,11 +429,17 @@ def _copy_do(
     layout, block_q = ScratchLayout.of(static.config), static.config.block_q
     q_tile, head = tile_and_head
     queries = pl.ds(q_tile * block_q, block_q)
+    tokens = Tokens.of(inputs, "q", work.batch, q_tile, queries.start)
     stage = _free_stage(work, step, static.do_stages, barriers.do_free)
-    do = inputs.do.at[work.batch, queries, head]
-    plgpu.copy_gmem_to_smem(do, memory.do.at[stage], barriers.do_arrived.at[stage])
-    delta = inputs.delta.at[work.batch, head, queries]
-    _copy_stats(delta, memory.scratch.at[layout.delta(stage)], barriers.do_arrived.at[stage])
+    target = memory.do.at[stage]
+
+    def copy(arrived):
+        plgpu.copy_gmem_to_smem(inputs.do.at[work.batch, queries, head], target, arrived)
+        delta = inputs.delta.at[work.batch, head, queries]
+        _copy_stats(delta, memory.scratch.at[layout.delta(stage)], arrived)
+
+    arrived, own = barriers.do_arrived.at[stage], barriers.padded_arrived
+    copy_without_padding(tokens, copy, arrived, own, (target, static.memory.do), copies=2)
 
 
 def _lse(static: BackwardStatic, lse: Any, work: WorkTile, step: Any) -> Any:

@@ -185,6 +185,17 @@ def for_this_jax(config: MosaicConfig) -> MosaicConfig:
     return dataclasses.replace(config, producer_warpgroup=False, cluster=1)
 
 
+def can_zero_padding(config: MosaicConfig | None = None) -> bool:
+    """Whether kernels of the config write zeros in padding; None is any shipped one.
+
+    Consumers that start copies do not wait for them, and what is copied for a whole cluster has
+    arrived only when all copies have. With segment ids no shipped config has clusters.
+    """
+    if config is None:
+        return moves_registers()
+    return config.producer_warpgroup and config.cluster == 1
+
+
 def forward_config(
     head_dim: int, value_dim: int | None = None, needs_registers: bool = False
 ) -> MosaicConfig:

@@ -2,12 +2,13 @@
 
 A work tile is a (batch index, query head, query tile) with 64 queries per consumer warpgroup. The
 producer warpgroup fetches work tiles and starts the TMA copies of queries and KV tiles as pipeline
-stages become free. A consumer loops over the KV tiles within the bounds: first those that need a
-mask, then the full ones. In each step it issues two products together, ``q k^T`` of the step's tile
-and ``p v`` of the tile before, so the softmax of one consumer overlaps with the products of the
-other. Scores and softmax are in ``forward_scores.py``; ``forward_epilogue.py`` merges o with the
-incoming (o, lse) and writes it, in place where possible. With ``split_softmax`` the wait for
-``p v`` is between two halves of the exponentials (``row_halves.py``).
+stages become free; it also writes zeros in padding (``padding.py``). A consumer loops over the KV
+tiles within the bounds: first those that need a mask, then the full ones. In each step it issues
+two products together, ``q k^T`` of the step's tile and ``p v`` of the tile before, so the softmax
+of one consumer overlaps with the products of the other. Scores and softmax are in
+``forward_scores.py``; ``forward_epilogue.py`` merges o with the incoming (o, lse) and writes it, in
+place where possible. With ``split_softmax`` the wait for ``p v`` is between two halves of the
+exponentials (``row_halves.py``).
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
 cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
@@ -54,6 +55,7 @@ from pallas_kernels.mosaic.sm90.configs import (
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardInputs, ForwardRefs, ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, specialize_warpgroups
+from pallas_kernels.mosaic.sm90.padding import PaddedTiles, Tokens, copy_without_padding
 from pallas_kernels.mosaic.sm90.producer import Copies, Producer
 from pallas_kernels.mosaic.sm90.row_intervals import tile_ranges, with_intervals
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
@@ -96,17 +98,18 @@ def forward(
     if static.bias_in_accumulator:
         k_positions = scores.kv_tokens.positions.astype(jnp.float32)
     sink = None if has_carry else inputs.shared.sink_logits
-    arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, carry=None)
+    padded = PaddedTiles.of(inputs, config) if static.zeroes_padding else None
+    arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, None, padded)
     # TMA writes the lse of a whole tile, also of one that extends past the last query. Without
     # padding it would overwrite the lse of the next head.
     work_tiles = static.work_tiles
-    padded = work_tiles.tiles * config.tiles.block_q
+    length = work_tiles.tiles * config.tiles.block_q
     results = ForwardResults(
         o=jax.ShapeDtypeStruct(inputs.out_shape, out_dtype),
-        lse=jax.ShapeDtypeStruct((static.batch, static.heads, padded), jnp.dtype(jnp.float32)),
+        lse=jax.ShapeDtypeStruct((static.batch, static.heads, length), jnp.dtype(jnp.float32)),
     )
     if carry is not None:
-        given = ForwardResults(carry[0], pad_axis(carry[1], 2, padded))
+        given = ForwardResults(carry[0], pad_axis(carry[1], 2, length))
         if static.in_place:
             results = given
         else:
@@ -204,11 +207,11 @@ def _produce(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
 
     @pl.loop(i32(0), work.steps)
     def _(step):
-        _copy_keys(static, refs, work, step)
+        _copy_kv_tile("k", static, refs, work, step)
         # The queries come after the first keys, whose stage is free earlier: the previous work tile
         # frees its queries only with its last scores.
         pl.when(step == 0)(functools.partial(_copy_all_queries, static, refs, work))
-        _copy_values(static, refs, work, step)
+        _copy_kv_tile("v", static, refs, work, step)
 
 
 def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: WorkTile) -> Producer:
@@ -220,58 +223,45 @@ def _producer(static: ForwardStatic, refs: ForwardRefs, warpgroup: Any, work: Wo
     the copies start after the softmax (:func:`_step`), when it has read this step's keys as well.
     """
     call, last = (static, refs), static.consumers - 1
-    keys = Copies.of(functools.partial(_copy_keys, *call), work, static.config.stages - 1, 0)
-    values = Copies.of(functools.partial(_copy_values, *call), work, static.v_stages - 2, last)
+    copy_keys, copy_values = (functools.partial(_copy_kv_tile, name, *call) for name in "kv")
+    keys = Copies.of(copy_keys, work, static.config.stages - 1, 0)
+    values = Copies.of(copy_values, work, static.v_stages - 2, last)
     queries = functools.partial(_copy_queries, *call, work, warpgroup)
     return Producer(work, warpgroup, (keys, values), queries)
 
 
-def _copy_keys(
-    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
-) -> None:
-    """Starts the copy of a step's keys, and of their positions if they are needed."""
-    inputs, memory = refs.inputs, refs.memory
-    stage, tokens = _copy_kv_tile(
-        static, work, step, masked, inputs.k, memory.k, memory.k_arrived, memory.k_free
-    )
-    if static.bias_in_accumulator:
-        # The stage of the positions is free when that of the keys is.
-        target, arrived = memory.k_positions.at[stage], memory.k_arrived.at[stage]
-        plgpu.copy_gmem_to_smem(inputs.k_positions.at[tokens], target, arrived)
-
-
-def _copy_values(
-    static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any, masked: bool = True
-) -> None:
-    """Starts the copy of a step's values."""
-    inputs, memory = refs.inputs, refs.memory
-    _copy_kv_tile(static, work, step, masked, inputs.v, memory.v, memory.v_arrived, memory.v_free)
-
-
 def _copy_kv_tile(
-    static: ForwardStatic, work: WorkTile, step: Any, masked: bool,
-    source: Any, target: Any, arrived: Any, free: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Starts the copy of a step's keys or values, once the stage's previous tile has been read.
+    operand: str, static: ForwardStatic, refs: ForwardRefs, work: WorkTile, step: Any,
+    masked: bool = True,
+) -> None:  # fmt: skip
+    """Starts the copy of a step's keys "k" or values "v", once the stage's previous tile is read.
 
     Stages are used in turn across all work tiles of a CTA. Each CTA of a cluster multicasts its
-    part to the shared memory of all; ``arrived`` waits for the whole tile.
-
-    Returns:
-      The stage and the slice of the key axis.
+    part to the shared memory of all; ``arrived`` waits for the whole tile. If the positions of keys
+    are needed, their copies are started as well.
     """
+    names = operand, f"{operand}_arrived", f"{operand}_free"
+    target, arrived, free = (getattr(refs.memory, name) for name in names)
     cta_step, block_kv, stages = work.steps_before + step, static.config.block_kv, target.shape[0]
     stage = lax.rem(cta_step, i32(stages))
-    tokens = pl.ds(work.iterator.tile(step, masked) * block_kv, block_kv)
+    tile = work.iterator.tile(step, masked)
+    tokens = pl.ds(tile * block_kv, block_kv)
+    of_tile = Tokens.of(refs.inputs, "kv", work.batch, tile, tokens.start)
 
     @pl.when(cta_step >= stages)
     def _():
         plgpu.barrier_wait(free.at[stage])
 
-    source = source.at[work.batch, tokens, lax.div(work.head, i32(static.groups))]
+    head, target = lax.div(work.head, i32(static.groups)), target.at[stage]
+    source = getattr(refs.inputs, operand).at[work.batch, tokens, head]
     axes = None if static.config.cluster == 1 else CLUSTER_AXIS
-    plgpu.copy_gmem_to_smem(source, target.at[stage], arrived.at[stage], collective_axes=axes)
-    return stage, tokens
+    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, collective_axes=axes)
+    zeroed, own = (target, getattr(static.memory, operand)), refs.memory.padded_arrived
+    copy_without_padding(of_tile, copy, arrived.at[stage], own, zeroed)
+    if operand == "k" and static.bias_in_accumulator:
+        # The stage of the positions is free when that of the keys is.
+        positions, target = refs.inputs.k_positions, refs.memory.k_positions
+        plgpu.copy_gmem_to_smem(positions.at[tokens], target.at[stage], arrived.at[stage])
 
 
 def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:
@@ -283,18 +273,18 @@ def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) 
 def _copy_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile, warpgroup: Any) -> None:
     """Starts the copy of a consumer's 64 queries."""
     memory = refs.memory
+    first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
+    of_tile = Tokens.of(refs.inputs, "q", work.batch, work.tile, first)
 
     @pl.when(work.steps_before > 0)
     def _():
         plgpu.barrier_wait(memory.q_free.at[warpgroup])
 
-    first = work.tile * static.config.block_q + warpgroup * WARPGROUP_ROWS
-    queries = pl.ds(first, WARPGROUP_ROWS)
-    plgpu.copy_gmem_to_smem(
-        refs.inputs.q.at[work.batch, queries, work.head],
-        memory.q.at[warpgroup],
-        memory.q_arrived.at[warpgroup],
-    )
+    queries = refs.inputs.q.at[work.batch, pl.ds(first, WARPGROUP_ROWS), work.head]
+    target, arrived = memory.q.at[warpgroup], memory.q_arrived.at[warpgroup]
+    copy = functools.partial(plgpu.copy_gmem_to_smem, queries, target)
+    zeroed = target, static.memory.q
+    copy_without_padding(of_tile, copy, arrived, memory.padded_arrived, zeroed)
 
 
 def _drain_stages(static: ForwardStatic, refs: ForwardRefs, steps: Any) -> None:

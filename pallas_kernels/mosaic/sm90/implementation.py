@@ -18,8 +18,10 @@ from pallas_kernels.mosaic.sm90.configs import (
     WIDE_HEAD_DIMS,
     WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
+    can_zero_padding,
 )
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
+from pallas_kernels.mosaic.sm90.static import needs_registers
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
@@ -61,6 +63,9 @@ def mosaic_sm90(
             _unsupported_functions, deterministic=deterministic
         ),
         unavailable=needs_hopper,
+        zeroes_padding=functools.partial(
+            _zeroes_padding, configs=configs, deterministic=deterministic
+        ),
         deterministic=deterministic,
         deterministic_variant=None if deterministic else mosaic_sm90(*configs, True),
     )
@@ -139,6 +144,20 @@ def _unsupported_functions(
             "'xla'"
         )
     return None
+
+
+def _zeroes_padding(
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+    *,
+    backward: bool,
+    configs: Configs,
+    deterministic: bool,
+) -> bool:
+    """See :attr:`pallas_kernels.backend.Implementation.zeroes_padding`."""
+    if backward and (deterministic or needs_registers(spec, inputs.has_bias)):
+        return False
+    return can_zero_padding(configs[backward])
 
 
 def needs_hopper(platform: str, compute_capability: float | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pallas_kernels.mosaic.score_inputs import ScoreInputs
+from pallas_kernels.mosaic.sm90.padding import PaddedTiles
 from pallas_kernels.mosaic.sm90.shared_memory import (
     BackwardBarriers,
     BackwardMemory,
@@ -41,6 +42,7 @@ class ForwardInputs(NamedTuple):
         accumulator of ``q k^T`` starts from the bias.
       sink: float32 ``[N]``, sink logits; None without, and with a carry.
       carry: to merge with; None without, and where the results overwrite it.
+      padded: tiles with padding; None unless :attr:`Sm90Static.zeroes_padding`.
     """
 
     bounds: Any
@@ -51,6 +53,7 @@ class ForwardInputs(NamedTuple):
     k_positions: Any
     sink: Any
     carry: ForwardResults | None
+    padded: PaddedTiles | None
 
 
 class ForwardRefs(NamedTuple):
@@ -79,6 +82,7 @@ class BackwardInputs(NamedTuple):
         :attr:`BackwardStatic.bias_is_affine`.
       dq_factors: float32 ``[B, N, T]``, T padded to whole tiles, of each query's dQ in fixed point
         (:mod:`pallas_kernels.mosaic.fixed_point`); None if dQ is float32.
+      padded: tiles with padding; None unless :attr:`BackwardStatic.zeroes_padding`.
     """
 
     bounds: Any
@@ -91,6 +95,7 @@ class BackwardInputs(NamedTuple):
     scores: ScoreInputs
     q_bases: Any
     dq_factors: Any
+    padded: PaddedTiles | None
 
 
 class BackwardResults(NamedTuple):

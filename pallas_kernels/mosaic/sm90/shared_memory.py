@@ -56,6 +56,8 @@ class ForwardMemory(NamedTuple):
       slots: float32 ``[SLOTS]``, for ``scheduler_slots``; None with ``k_positions``.
       k_positions: float32 ``[stages, block_kv]``, positions of the keys in ``k``; None unless the
         accumulator of ``q k^T`` starts from the bias.
+      padded_arrived: a tile with padding has been copied, and the producer may write zeros in it;
+        None if it does not.
     """
 
     q: Any
@@ -76,6 +78,7 @@ class ForwardMemory(NamedTuple):
     o_arrived: Any
     slot_fetched: Any
     slot_free: Any
+    padded_arrived: Any
 
     @classmethod
     def of(
@@ -87,6 +90,7 @@ class ForwardMemory(NamedTuple):
         has_carry: bool,
         bias_in_accumulator: bool = False,
         value_dim: int | None = None,
+        zeroes_padding: bool = False,
     ) -> ForwardMemory:
         """Descriptions, with the widest staging buffers that fit.
 
@@ -98,16 +102,20 @@ class ForwardMemory(NamedTuple):
           has_carry: whether there is a float32 o to merge with.
           bias_in_accumulator: whether the accumulator of ``q k^T`` starts from the bias.
           value_dim: Hv; None is H.
+          zeroes_padding: whether the producer writes zeros in padding.
         """
         value_dim = head_dim if value_dim is None else value_dim
         sizes = config, head_dim, dtype, out_dtype, has_carry, bias_in_accumulator, value_dim
-        memories = [cls._of(*sizes, most_lanes) for most_lanes in staging_limits(value_dim)]
+        memories = [
+            cls._of(*sizes, zeroes_padding, most_lanes) for most_lanes in staging_limits(value_dim)
+        ]
         return next((x for x in memories if x.nbytes <= SHARED_MEMORY), memories[-1])
 
     @classmethod
     def _of(
         cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, out_dtype: DTypeLike,
-        has_carry: bool, bias_in_accumulator: bool, value_dim: int, most_lanes: int,
+        has_carry: bool, bias_in_accumulator: bool, value_dim: int, zeroes_padding: bool,
+        most_lanes: int,
     ) -> ForwardMemory:  # fmt: skip
         block_kv, stages = config.block_kv, config.stages
         v_stages = config.v_stages or stages
@@ -142,6 +150,7 @@ class ForwardMemory(NamedTuple):
             slot_fetched=_cluster_barriers(config, 1, SLOTS),
             # In a cluster, producers also read the indices that another one has fetched.
             slot_free=_cluster_barriers(config, consumers + (config.cluster > 1), SLOTS),
+            padded_arrived=plgpu.Barrier(num_barriers=1) if zeroes_padding else None,
         )
 
     @property
@@ -197,6 +206,7 @@ class BackwardMemory(NamedTuple):
         value_dim: int | None = None,
         in_fixed_point: bool = False,
         stages_dv_in_values: bool = False,
+        zeroes_padding: bool = False,
     ) -> BackwardMemory:
         """Descriptions.
 
@@ -207,9 +217,11 @@ class BackwardMemory(NamedTuple):
           value_dim: Hv; None is H.
           in_fixed_point: whether dQ is accumulated in fixed point.
           stages_dv_in_values: whether dV leaves through the memory of the values.
+          zeroes_padding: whether the producer writes zeros in padding.
         """
         value_dim = head_dim if value_dim is None else value_dim
         block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
+        counts = BackwardBarriers.counts(config, stages_dv_in_values, zeroes_padding)
         scratch = ScratchLayout.of(config)
         # dQ's product may read half of K's lanes at a time. For small head dims K's swizzled tiles
         # are then half as wide; and both operands of a product must be tiled alike.
@@ -239,7 +251,7 @@ class BackwardMemory(NamedTuple):
             # Two arrivals each: two copies, or both consumer warpgroups.
             barriers=plgpu.Barrier(
                 num_arrivals=BACKWARD_WARPGROUPS,
-                num_barriers=sum(BackwardBarriers.counts(config, stages_dv_in_values)),
+                num_barriers=sum(counts),
             ),
         )
 
@@ -272,6 +284,8 @@ class BackwardBarriers(NamedTuple):
       p_arrived: one consumer has written a step's P and the other may read it, if
         ``splits_gradients``.
       v_free: if dV leaves through the memory of the values, it has left.
+      padded_arrived: tiles with padding have been copied, and the producer may write zeros in
+        them, if it does.
     """
 
     kv_arrived: Any
@@ -286,21 +300,23 @@ class BackwardBarriers(NamedTuple):
     ds_free: Any
     p_arrived: Any
     v_free: Any
+    padded_arrived: Any
 
     @classmethod
-    def counts(cls, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
+    def counts(
+        cls, config: MosaicConfig, stages_dv_in_values: bool, zeroes_padding: bool
+    ) -> BackwardBarriers:
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
         splits = config.splits_gradients
         ds_free = config.ds_buffers < 3 and not splits
-        others = map(int, (ds_free, splits, stages_dv_in_values))
+        others = map(int, (ds_free, splits, stages_dv_in_values, zeroes_padding))
         return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, *others)
 
     @classmethod
-    def split(cls, array: Any, config: MosaicConfig, stages_dv_in_values: bool) -> BackwardBarriers:
+    def split(cls, array: Any, counts: BackwardBarriers) -> BackwardBarriers:
         """References to the barriers of each kind, from a reference to all of them."""
-        counts = cls.counts(config, stages_dv_in_values)
         ranges = [_BarrierRange(array, sum(counts[:i])) for i in range(len(counts))]
         return cls(*(single.at[0] for single in ranges[:3]), *ranges[3:])
 

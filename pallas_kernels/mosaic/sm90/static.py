@@ -15,6 +15,7 @@ from pallas_kernels.mosaic.sm90.configs import (
     WIDE_SCORE_QUERIES,
     MosaicConfig,
     backward_is_persistent,
+    can_zero_padding,
     dq_widths,
     float32_lanes,
     forward_is_persistent,
@@ -22,7 +23,11 @@ from pallas_kernels.mosaic.sm90.configs import (
     staging_lanes,
     staging_limits,
 )
-from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory
+from pallas_kernels.mosaic.sm90.shared_memory import (
+    BackwardBarriers,
+    BackwardMemory,
+    ForwardMemory,
+)
 from pallas_kernels.mosaic.static import KernelStatic
 from pallas_kernels.mosaic.work_tiles import WorkTiles
 from pallas_kernels.spec import AttentionSpec
@@ -57,6 +62,11 @@ class Sm90Static(KernelStatic[MosaicConfig]):
     def masks_by_arrays(self) -> bool:
         """Whether masks read more than positions, which takes registers."""
         return self.has_segments or self.has_kv_bounds or self.has_block_mask
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """Whether the producer writes zeros in padding (:mod:`.padding`)."""
+        return self.has_segments and can_zero_padding(self.config)
 
     @property
     def needs_registers(self) -> bool:
@@ -198,7 +208,7 @@ class ForwardStatic(Sm90Static):
         """Descriptions of the shared memory."""
         return ForwardMemory.of(
             self.config, self.head_dim, self.dtype, self.out_dtype, self.has_carry,
-            self.bias_in_accumulator, self.value_dim,
+            self.bias_in_accumulator, self.value_dim, self.zeroes_padding,
         )  # fmt: skip
 
 
@@ -229,6 +239,16 @@ class BackwardStatic(Sm90Static):
     def masks_by_arrays(self) -> bool:
         """See :attr:`Sm90Static.masks_by_arrays`. With intervals few masks do."""
         return super().masks_by_arrays and not self.has_intervals
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """See :attr:`Sm90Static.zeroes_padding`.
+
+        Fixed point has a bound computed from keys and values, which needs zeros before. Next to
+        what takes registers some programs would spill.
+        """
+        plain = not self.deterministic and not self.needs_registers
+        return super().zeroes_padding and plain
 
     @property
     def rounds_dkv(self) -> bool:
@@ -270,6 +290,12 @@ class BackwardStatic(Sm90Static):
         It gains where work tiles are short, and takes 2 % more time with a causal mask alone.
         """
         return self.has_intervals and self.rounds_dkv
+
+    @property
+    def barrier_counts(self) -> BackwardBarriers:
+        """Number of barriers of each kind."""
+        options = self.stages_dv_in_values, self.zeroes_padding
+        return BackwardBarriers.counts(self.config, *options)
 
     @property
     def dkv_lanes(self) -> int:
@@ -464,5 +490,5 @@ class BackwardStatic(Sm90Static):
         """Descriptions of the shared memory."""
         return BackwardMemory.of(
             self.config, self.head_dim, self.dtype, self.value_dim, self.deterministic,
-            self.stages_dv_in_values,
+            self.stages_dv_in_values, self.zeroes_padding,
         )  # fmt: skip
