@@ -54,40 +54,15 @@ def swizzle_lanes(lanes: int, itemsize: int) -> int:
     raise ValueError(f"{lanes} lanes of {itemsize} bytes are no multiple of 32 bytes")
 
 
-# From here on tanh is 1 in float32, and the product of _SHARING numbers 2^y + 1 still fits in it.
-_LARGEST_EXPONENT = 30.0
-# How many elements share a reciprocal, and the fewest columns that a slice of a fragment can have.
-_SHARING, _FEWEST_COLUMNS = 4, 8
-
-
 def tanh(x: jax.Array, factor: float = 1.0) -> jax.Array:
-    """``tanh(factor x)`` with an absolute error of up to 4e-7; ``tanh.approx`` has 11 bits.
-
-    It is ``1 - 2 / (1 + e^(2 factor x))``. The unit that computes exponentials computes reciprocals
-    as well, and is what limits a kernel with a soft cap: four columns share one reciprocal, that of
-    their product. They also share a NaN.
-
-    Args:
-      x: float32 ``[rows, columns]``.
-      factor: at most 2^127.
-    """
-    y = jnp.minimum(x * min(2 * LOG2_E * factor, 2.0**127), _LARGEST_EXPONENT)
-    columns, count = x.shape[1], _SHARING
-    while columns % (count * _FEWEST_COLUMNS):
-        count //= 2
-    width = columns // count
-    numbers = [jnp.exp2(y[:, i * width : (i + 1) * width]) + 1 for i in range(count)]
-    parts = [1 - 2 * reciprocal for reciprocal in _reciprocals(numbers)]
-    return jnp.concatenate(parts, 1) if count > 1 else parts[0]
+    """``tanh(factor x)`` to float32 accuracy. The GPU's ``tanh.approx`` has 11 bits."""
+    return 1 - 2 / (1 + jnp.exp2(tanh_exponent(x, factor)))
 
 
-def _reciprocals(numbers: list[jax.Array]) -> list[jax.Array]:
-    """``1 / x`` of each of the numbers, from one reciprocal of their product."""
-    if len(numbers) == 1:
-        return [1 / numbers[0]]
-    products = [x * y for x, y in zip(numbers[::2], numbers[1::2], strict=True)]
-    of_pairs = _reciprocals(products)
-    return [of_pairs[i // 2] * numbers[i ^ 1] for i in range(len(numbers))]
+def tanh_exponent(x: jax.Array, factor: float) -> jax.Array:
+    """y with ``tanh(factor x) = 1 - 2 / (1 + 2^y)``."""
+    # An infinite constant would turn a product of 0 into NaN.
+    return x * max(-(2.0**127), min(2 * LOG2_E * factor, 2.0**127))
 
 
 def fma(x: jax.Array, y: jax.Array, z: jax.Array, layout: Any) -> jax.Array:
@@ -182,8 +157,10 @@ def where_any(
     return list(branch.results)
 
 
-def optimization_barrier(*values: jax.Array) -> Any:
-    """Returns ``values`` unchanged; the compiler moves no computation of them across this point.
+def optimization_barrier(*values: Any) -> Any:
+    """Returns ``values``, arrays or tuples of them, unchanged.
+
+    The compiler moves no computation of them across this point.
 
     Everything derived from a result is computed after it. Passing a value through again saves
     registers: values derived from it are recomputed afterwards instead of being kept alive.

@@ -75,7 +75,9 @@ class ScoreTile(NamedTuple):
     kept: RowValues = RowValues()
     intervals: Any = None
 
-    def raw(self, products: jax.Array) -> jax.Array:
+    def raw(
+        self, products: jax.Array, tanh: Callable[[jax.Array, float], jax.Array] = tanh
+    ) -> jax.Array:
         """:meth:`pallas_kernels.score.Score.raw` of the products ``q k^T``."""
         return self.static.spec.score.raw(products, tanh)
 

@@ -81,7 +81,7 @@ CALLS = [
     # Of multi-head latent attention, 112 keys, 64, and the widest.
     ("forward", 192, FULL | {"value_dim": 128}), ("forward", 192, BOTH), ("forward", 256, FULL),
     *(("forward", 192, options) for options in (
-        LAST, ROUNDED, LAST | SEGMENTS, LAST | {"config": WIDE_CLUSTER},
+        LAST, ROUNDED, LAST | SEGMENTS, LAST | PARAMETERS, LAST | {"config": WIDE_CLUSTER},
         FRESH | {"config": WIDE_CLUSTER},
     )),
     # Tiles of 128 queries, then of 64.
@@ -114,7 +114,8 @@ STACK = {
     ("forward", 128): {"full+rounded": 24, "full+cluster": 8},
     ("forward", 192): {
         "full+128": 8, "no_carried+rounded": 8, "rounded": 8, "no_carried+rounded+segments": 24,
-        "no_carried+rounded+cluster": 40, "no_carried+cluster": 48,
+        "no_carried+rounded+numbers": 24, "no_carried+rounded+cluster": 40,
+        "no_carried+cluster": 48,
     },
     ("backward", 128): {"causal": 40, "added+mask": 8, "no_carried+rounded+segments": 64},
     ("backward", 64): {

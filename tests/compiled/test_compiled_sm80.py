@@ -19,6 +19,8 @@ SPILLS = (
     ("backward", (128,), CARRIED, 208),
     ("backward", (128,), FRESH | {"deterministic": True}, 276),
     ("backward", (192, 128), FRESH, 0),
+    ("backward", (256,), {"full": True}, 576),
+    ("backward", (64,), {"mods": "score+mask"}, 888),
 )
 GROUPED = ("product", "transposed", "gradient")
 

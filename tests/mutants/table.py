@@ -217,7 +217,7 @@ MUTANTS = [
      "pass", f"{SM90} -k block_mask"),
     ("pallas_kernels/mosaic/sm90/backward_step.py", "jnp.maximum(capped, -1)", "capped",
      f"{SM90} -k cap-"),
-    ("pallas_kernels/mosaic/fragments.py", "numbers[i ^ 1]", "numbers[i]",
+    ("pallas_kernels/mosaic/sm90/soft_cap.py", "numbers[i ^ 1]", "numbers[i]",
      "tests/pallas_kernels/test_large_logits.py -k tanh"),
     ("pallas_kernels/mosaic/sm90/shared_memory.py", "self.lse(self.stages + do_stage,",
      "self.lse(self.do_stages + do_stage,", "tests/pallas_kernels/test_configs.py"),

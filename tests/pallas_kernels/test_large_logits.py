@@ -15,6 +15,7 @@ from pallas_kernels import REFERENCE, XLA, AttentionSpec, mosaic_sm90, softmax
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
+from pallas_kernels.mosaic.sm90 import soft_cap
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
 LENGTH, DIM = 128, 32
@@ -137,15 +138,17 @@ def test_decoding_is_nan_where_a_split_is():
         np.testing.assert_array_equal(out[2], 0)
 
 
-@pytest.mark.parametrize("columns", [8, 16, 128])
-def test_tanh_of_kernels(columns):
-    """Also where the columns that share a reciprocal are as far apart as they can be."""
+@pytest.mark.parametrize("tanh", [fragments.tanh, soft_cap.tanh])
+def test_tanh_of_kernels(tanh):
+    """Also where elements that share a reciprocal are as far apart as they can be."""
     far = np.array([-np.inf, -300, -20, -9, -1, 1e-30, 0.5, 3, 15, 60, 3e38, np.inf], np.float32)
     near = np.linspace(-10, 10, 4096 - far.size, dtype=np.float32)
-    x = np.random.default_rng(0).permutation(np.concatenate([far, near])).reshape(-1, columns)
-    for factor in (1.0, 0.02):
-        error = np.asarray(fragments.tanh(jnp.asarray(x), factor)) - np.tanh(factor * np.float64(x))
+    x = np.random.default_rng(0).permutation(np.concatenate([far, near])).reshape(-1, 128)
+    for factor in (1.0, 0.02, -1.0):
+        error = np.asarray(tanh(jnp.asarray(x), factor)) - np.tanh(factor * np.float64(x))
         assert np.abs(error).max() < 5e-7
-    assert np.abs(fragments.tanh(jnp.full((1, columns), 1e-30), 2.0**127) - 1).max() == 0
+    for factor in (2.0**127, -(2.0**127)):
+        assert (tanh(jnp.full((1, 48), 1e-30), factor) == np.sign(factor)).all()
+        assert (tanh(jnp.zeros((1, 48)), factor) == 0).all()
     x[0, 0] = np.nan
-    assert np.isnan(fragments.tanh(jnp.asarray(x))[0, 0])
+    assert np.isnan(tanh(jnp.asarray(x), 1.0)[0, 0])

@@ -222,6 +222,12 @@ def growing(score, batch, head, q_position, kv_position):
     return score * (1 + jnp.sqrt((q_position - kv_position).astype(jnp.float32)) / 8)
 
 
+def limited(score, batch, head, q_position, kv_position):
+    """The same of a tanh."""
+    del batch, head
+    return score + jnp.tanh(jnp.sqrt((q_position - kv_position).astype(jnp.float32)))
+
+
 def raised(score, batch, head, q_position, kv_position):
     """Overflows where a query of zeros past the last one meets an lse of zero."""
     del batch, head, q_position, kv_position
@@ -229,7 +235,7 @@ def raised(score, batch, head, q_position, kv_position):
 
 
 @each_of(COMPILED)
-@pytest.mark.parametrize("score_mod", [growing, raised])
+@pytest.mark.parametrize("score_mod", [growing, limited, raised])
 def test_scores_outside_of_the_mask_and_of_the_arrays_have_no_gradient(name, score_mod):
     qdo, kv, stats, _ = problem()
     score = dataclasses.replace(CAUSAL.score, score_mod=score_mod)

@@ -32,6 +32,8 @@ LATENT, WIDE_DETERMINISTIC = (
     )
     for forward, keys, deterministic in ((128, 128, False), (112, 64, True))
 )
+# The largest forward tiles of such heads, and a backward that supports all terms of the scores.
+WIDE = mosaic_sm90(MosaicConfig(128, 112, 2), MosaicConfig(64, 64, 2, wide=True))
 # One consumer accumulates dV, the other dK.
 SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
     mosaic_sm90(
@@ -71,6 +73,16 @@ CASES = {
     "cap": a_case(
         "packed_window_cap", "striped", 1, (2, 2), (136, 72), 64, "bfloat16", "both", value_dim=96
     ),
+    "cap_dropout": a_case(
+        "cap", "contiguous", 1, (2, 1), (133, 197), 32, "bfloat16", "none", 0.3
+    ),
+    "cap_functions": a_case(
+        "cap", "contiguous", 1, (2, 1), (72, 136), 64, "float16", "slopes", functions="score_mod"
+    ),
+    "cap_latent": a_case(
+        "cap", "contiguous", 1, (2, 1), (72, 133), 192, "bfloat16", "slopes", 0.3, value_dim=128
+    ),
+    "cap_wide": a_case("cap", "contiguous", 1, (1, 1), (72, 133), 192, "bfloat16", "none"),
     # The second shard's keys are all in the future: its work tiles have nothing to visit.
     "slopes": a_case("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
@@ -118,6 +130,7 @@ CASES = {
     "split_tiles": a_case(
         "packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"
     ),
+    "wide_slopes": a_case("causal", "zigzag", 1, (2, 1), (134, 230), 192, "bfloat16", "both"),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -132,6 +145,11 @@ RUNS = [
     ("documents", KERNELS),
     ("key_intervals", KERNELS),
     ("zigzag_intervals", KERNELS),
+    ("cap_dropout", KERNELS),
+    ("cap_functions", KERNELS),
+    ("cap_latent", LATENT),
+    ("cap_wide", WIDE),
+    ("wide_slopes", WIDE),
     ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("split", SPLIT_GRADIENTS),

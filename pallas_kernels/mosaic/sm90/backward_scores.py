@@ -21,12 +21,12 @@ from pallas_kernels.mosaic.fragments import (
     fma,
     i32,
     optimization_barrier,
-    tanh,
 )
 from pallas_kernels.mosaic.score_inputs import (
     TokenArrays,
 )
 from pallas_kernels.mosaic.scores import RowValues, ScoreTile
+from pallas_kernels.mosaic.sm90 import soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
@@ -167,7 +167,7 @@ def tile_scores(
       products: float32, ``k q^T``.
     """
     static, score, derivative = consumer.static, consumer.static.spec.score, None
-    scores = score.raw(products, tanh)
+    scores = score.raw(products, soft_cap.tanh)
     if score.score_mod is not None:
         tile = consumer.tile(at, consumer.work.recompute())
         coordinates = tile.keeping_row_positions().coordinates()

@@ -9,7 +9,7 @@ the exponentials of one overlap with the products of the other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -220,7 +220,7 @@ def weights_and_gradients(
         products = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=1 + running)
         found = weights(consumer, masked, data, products)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
-        dp, *found = optimization_barrier(dp, *found)
+        dp, found = optimization_barrier(dp, found)
         if last and not waits_early:
             wait_for_queries(consumer, step + 1)
         return gradients(consumer, data, found, dp)
@@ -237,18 +237,24 @@ def weights_and_gradients(
     return pl.run_scoped(with_scores, accumulator)
 
 
+class Weights(NamedTuple):
+    """A step's weights P, ``[64, score_queries]``, as far as dP does not change them.
+
+    Attributes:
+      p: float32; times the derivative of a soft cap or a ``score_mod``, if that is not 1.
+      used: with such a derivative: P after dropout, in the inputs' dtype; None without.
+      rounded: the same before dropout, if gradients of per-head parameters are computed from it.
+    """
+
+    p: jax.Array
+    used: jax.Array | None = None
+    rounded: jax.Array | None = None
+
+
 def weights(
     consumer: Consumer, masked: bool, data: StepData, load_products: Callable[[], jax.Array]
-) -> tuple[jax.Array, ...]:
-    """What :func:`gradients` takes of a step's weights P, ``[64, score_queries]``.
-
-    ``load_products()`` waits for the products of keys and queries.
-
-    Returns:
-      P in float32. Or, where a soft cap or a ``score_mod`` has a derivative: P after dropout, in
-      the inputs' dtype; float32, P times the derivative; and P in the inputs' dtype, if gradients
-      of per-head parameters are computed from it.
-    """
+) -> Weights:
+    """A step's weights; ``load_products()`` waits for the products of keys and queries."""
     static, score = consumer.static, consumer.static.spec.score
     if score.score_mod is not None and score.has_derivative:
         p, derivative = _weights_and_derivative(consumer, masked, data, load_products)
@@ -264,12 +270,11 @@ def weights(
         # Masked scores are -inf.
         with_derivative = score.through_cap(jnp.maximum(capped, -1), p)
     else:
-        return (_weights_and_derivative(consumer, masked, data, load_products)[0],)
+        return Weights(_weights_and_derivative(consumer, masked, data, load_products)[0])
     factors = consumer.tile(data.at).dropout_factors()
-    results = (p if factors is None else p * factors).astype(static.dtype), with_derivative
-    if score.differentiated:
-        results = *results, p.astype(static.dtype)
-    return tuple(optimization_barrier(*results))
+    used = (p if factors is None else p * factors).astype(static.dtype)
+    rounded = p.astype(static.dtype) if score.differentiated else None
+    return optimization_barrier(Weights(with_derivative, used, rounded))
 
 
 def _weights_and_derivative(
@@ -293,23 +298,20 @@ def _weights_and_derivative(
 
 
 def gradients(
-    consumer: Consumer, data: StepData, of_step: Sequence[jax.Array], dp: jax.Array
+    consumer: Consumer, data: StepData, of_step: Weights, dp: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``(P, dS)``, in the inputs' dtype; P after dropout. ``of_step``: of :func:`weights`."""
-    static = consumer.static
+    """``(P, dS)``, in the inputs' dtype; P after dropout."""
+    static, (p, used, rounded) = consumer.static, of_step
     factors = consumer.tile(data.at).dropout_factors()
-    if len(of_step) == 1:
-        (p,), rounded = of_step, []
+    if used is None:
         used = p if factors is None else p * factors
-    else:
-        used, p, *rounded = of_step
     dp = dp if factors is None else dp * factors
     delta = _delta(consumer, data)
     ds = logit_gradients(consumer, p, dp, delta)
     if static.spec.score.differentiated:
         of_logits = ds
-        if rounded:
-            of_logits = logit_gradients(consumer, rounded[0].astype(jnp.float32), dp, delta)
+        if rounded is not None:
+            of_logits = logit_gradients(consumer, rounded.astype(jnp.float32), dp, delta)
         add_per_head_sums(consumer, data.at, of_logits)
     return used.astype(static.dtype), ds.astype(static.dtype)
 

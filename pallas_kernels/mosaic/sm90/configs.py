@@ -2,7 +2,7 @@
 
 Every shipped config fits in 227 KiB. Tests compile them all and find no register spilled in a loop
 over tiles up to head dim 128; EXPERIMENTS.md names the programs that spill once per work tile, or
-in the backward's loop for wider heads, and how the fastest were found.
+in a loop for wider heads, and how the fastest were found.
 """
 
 from __future__ import annotations

@@ -260,8 +260,9 @@ def _copy_kv_tile(
     copy_without_padding(of_tile, copy, arrived.at[stage], own, zeroed)
     if operand == "k" and static.bias_in_accumulator:
         # The stage of the positions is free when that of the keys is.
-        positions, target = refs.inputs.k_positions, refs.memory.k_positions
-        plgpu.copy_gmem_to_smem(positions.at[tokens], target.at[stage], arrived.at[stage])
+        positions = refs.inputs.k_positions.at[tokens]
+        target = refs.memory.k_positions.at[stage, pl.ds(0, block_kv)]
+        plgpu.copy_gmem_to_smem(positions, target, arrived.at[stage])
 
 
 def _copy_all_queries(static: ForwardStatic, refs: ForwardRefs, work: WorkTile) -> None:

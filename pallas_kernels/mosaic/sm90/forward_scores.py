@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm90 import row_halves, row_maximum
+from pallas_kernels.mosaic.sm90 import row_halves, row_maximum, soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -134,7 +134,8 @@ def bias_accumulator(consumer: Consumer, stage: Any) -> jax.Array:
     """
     static = consumer.static
     shape = (WARPGROUP_ROWS, static.config.block_kv)
-    k_positions = plgpu.load(consumer.refs.memory.k_positions.at[stage], layout=COLUMNS)
+    of_stage = consumer.refs.memory.k_positions.at[stage, pl.ds(0, static.config.block_kv)]
+    k_positions = plgpu.load(of_stage, layout=COLUMNS)
     k_positions = along_columns(k_positions, shape)
     if consumer.affine is not None:
         slope, intercept = consumer.affine
@@ -226,7 +227,7 @@ def _next_maximum(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
     tile = consumer.tile(step)
-    scores = tile.scores(tile.raw(products), masked=masked)
+    scores = tile.scores(tile.raw(products, soft_cap.tanh), masked=masked)
     factor = consumer.static.base_2_factor
     m_next = row_maximum.raised(m, scores, factor)
     return scores, m_next, jnp.exp2(m - m_next)

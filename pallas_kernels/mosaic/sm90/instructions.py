@@ -126,7 +126,7 @@ def _start_product(_, acc, a, b):
     for row in range(0, rows, step):
         registers = wgmma_m64(
             registers, a[:, row : row + step], place, n=columns,
-            # The width of a, and not how b is swizzled, which the descriptor tells.
+            # The width of a, and not how b is swizzled, which the descriptor specifies.
             swizzle=2 * step, a_element_type=dtype, b_element_type=dtype, a_transpose=None,
             a_k_stride=None, b_transpose=True, b_k_stride=stride,
         )  # fmt: skip

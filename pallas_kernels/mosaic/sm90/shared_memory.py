@@ -54,8 +54,8 @@ class ForwardMemory(NamedTuple):
       lse: float32 ``[W, 64]``, of the carry, then of the result. With ``k_positions`` it has one
         row more, for ``scheduler_slots``.
       slots: float32 ``[SLOTS]``, for ``scheduler_slots``; None with ``k_positions``.
-      k_positions: float32 ``[stages, block_kv]``, positions of the keys in ``k``; None unless the
-        accumulator of ``q k^T`` starts from the bias.
+      k_positions: float32 ``[stages, >= block_kv]``, positions of the keys in ``k``; None unless
+        the accumulator of ``q k^T`` starts from the bias.
       padded_arrived: a tile with padding has been copied, and the producer may write zeros in it;
         None if it does not.
     """
@@ -128,7 +128,9 @@ class ForwardMemory(NamedTuple):
             carry_o = _matrix((consumers, rows, lanes), jnp.float32)
         slots, k_positions = plgpu.SMEM((SLOTS,), jnp.float32), None
         if bias_in_accumulator:
-            slots, k_positions = None, plgpu.SMEM((stages, block_kv), jnp.float32)
+            # TMA writes to multiples of 128 bytes.
+            stride = -(-block_kv // 32) * 32
+            slots, k_positions = None, plgpu.SMEM((stages, stride), jnp.float32)
         return cls(
             q=_matrix((consumers, rows, head_dim), dtype),
             k=_matrix((stages, block_kv, head_dim), dtype),

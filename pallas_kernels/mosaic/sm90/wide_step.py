@@ -126,7 +126,7 @@ def _weights_and_gradients_by_halves(
         of_half = products[:, query : query + WIDE_SCORE_QUERIES]
         found = weights(consumer, masked, part, lambda: of_half)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-        dp, *found = optimization_barrier(dp, *found)
+        dp, found = optimization_barrier(dp, found)
         if query > 0 and consumer.static.config.producer_warpgroup:
             wait_for_queries(consumer, step + 1)
         write(query, *optimization_barrier(*gradients(consumer, part, found, dp)))
