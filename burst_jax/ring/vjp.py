@@ -85,15 +85,16 @@ def ring_inputs(
 
     With a ``target``, only if the forward kernels on it need the zeros.
     """
-    if target is None or not _zeroes_padding(request, target, inputs, backward=False):
-        inputs = _with_zeros(inputs)
     axis, (query, kv, shared) = request.ulysses_axis, inputs
     q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (query.q, kv.k, kv.v))
     q_arrays, kv_arrays = (
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()} for side in (query, kv)
     )
     sides = query._replace(q=q, **q_arrays), kv._replace(k=k, v=v, **kv_arrays)
-    return with_block_runs(request, AttentionInputs(*sides, shared))
+    inputs = with_block_runs(request, AttentionInputs(*sides, shared))
+    if target is None or not _kernels_zero_padding(request, target, inputs, backward=False):
+        inputs = _with_zeros(inputs)
+    return inputs
 
 
 def ring_forward(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
@@ -116,7 +117,7 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
     return jnp.where(live, x, jnp.zeros((), x.dtype))
 
 
-def _zeroes_padding(
+def _kernels_zero_padding(
     request: Request, target: Target, inputs: AttentionInputs, *, backward: bool
 ) -> bool:
     """Whether the kernels of a pass replace what arrays hold in padding by zeros.
@@ -127,7 +128,6 @@ def _zeroes_padding(
         return True
     if request.zone is not None:
         return False
-    inputs = with_block_runs(request, inputs)
     implementation = local_implementation(request, target, inputs, backward=backward)
     return implementation.zeroes_padding(request.spec, inputs, backward=backward)
 
@@ -240,10 +240,10 @@ def ring_backward(
     differentiated = [name for name, x in parameters.items() if x.shape[0]]
     request = request.differentiating(differentiated)
     do, dlse = (instantiated(x, zeros) for x in cotangents)
-    zeroes_padding = _zeroes_padding(request, target, residuals.inputs, backward=True)
+    zeroes_padding = _kernels_zero_padding(request, target, residuals.inputs, backward=True)
     if not zeroes_padding:
         do = _without_padding(do, segment_ids_here)
-        if _zeroes_padding(request, target, residuals.inputs, backward=False):
+        if _kernels_zero_padding(request, target, residuals.inputs, backward=False):
             query, kv, _ = _with_zeros(residuals.inputs)
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
@@ -252,7 +252,7 @@ def ring_backward(
     # XLA must not swap the axes within the reduction either: that kernel is six times slower.
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
     if zeroes_padding:
-        # Here, because XLA makes no part of the reduction's kernel of it.
+        # After the reduction: XLA does not fuse this select into the reduction's kernel.
         products = _without_padding(products, segment_ids_here, tokens=2)
     delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)

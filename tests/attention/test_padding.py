@@ -64,7 +64,8 @@ def test_values_in_padding_change_no_bit(name):
 
 
 @pytest.mark.parametrize("passes", [(True,), (False,), (False, True)], ids=str)
-def test_kernels_that_zero_padding_themselves(passes):
+@pytest.mark.parametrize("sizes", [{"seq": 1}, {"seq": 2, "heads": 2}], ids=str)
+def test_kernels_that_zero_padding_themselves(passes, sizes):
     """``passes``: False if the forward pass does, True if the backward pass. Others get zeros."""
 
     def zeroing(run, backward):
@@ -91,10 +92,12 @@ def test_kernels_that_zero_padding_themselves(passes):
     shapes = ((2, 16, heads, 8) for heads in (4, 2, 2, 4))
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
+    @jax.jit
     def run(q, k, v, do):
         def attend(q, k, v, sinks):
-            return burst_jax.local_attention(
-                q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids,
+            return burst_jax.burst_attention(
+                q, k, v, mesh=mesh_of(**sizes), ulysses_axis="heads" if "heads" in sizes else None,
+                is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids,
                 sink_logits=sinks, implementation=implementation,
             )  # fmt: skip
 

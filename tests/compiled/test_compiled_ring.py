@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiled_programs import gradient
 from routes import hops_of_passes
@@ -229,6 +230,22 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes():
     ]
     assert sorted(compiled.sent_bytes(program, "all-to-all")) == sorted(exchanged)
     assert all(compiled.overlapped(compiled.schedule(program)))
+
+
+def test_blocks_of_a_mask_with_segment_ids_are_those_after_the_all_to_all():
+    """Of 160 tokens per device before it blocks of 64 are no blocks of the kernels."""
+    mesh, mask = compiled.named_mesh("h100", heads=2), np.tril(np.ones((5, 5), bool))
+    shard = jax.NamedSharding(mesh, jax.P(None, "heads"))
+
+    def run(q, k, v, ids):
+        return burst_jax.burst_attention(
+            q, k, v, mesh=mesh, seq_axis=None, ulysses_axis="heads", block_mask=mask,
+            query_segment_ids=ids, key_value_segment_ids=ids, implementation="mosaic_sm90",
+        )  # fmt: skip
+
+    tokens = jax.ShapeDtypeStruct((1, 320, 4, 64), jnp.bfloat16, sharding=shard)
+    ids = jax.ShapeDtypeStruct((1, 320), jnp.int32, sharding=shard)
+    assert "burst_forward" in str(jax.jit(run).trace(tokens, tokens, tokens, ids).jaxpr)
 
 
 @pytest.mark.parametrize(("gpu", "capability"), [("a100", 8.0), ("h100", 9.0), ("h200", 9.0)])

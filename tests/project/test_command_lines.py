@@ -104,6 +104,7 @@ ALIASES = {
 def test_wrong_options(program, tmp_path, capsys):
     (tmp_path / "file").write_text("some text\n" * 3000)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}')
+    before = sorted(tmp_path.rglob("*"))
     main, right, wrong = PROGRAMS[program]
     cases = [(name, value) for name, values in wrong.items() for value in values]
     if not {"", "OUT.png"} & set(wrong):  # Those miss another option then.
@@ -126,3 +127,4 @@ def test_wrong_options(program, tmp_path, capsys):
         if code != 2 or len(lines) != 1 or shown not in lines[0] or not re.search(named, lines[0]):
             failed.append(f"{name}={value[:20]!r}: {code!r}, {[line[:300] for line in lines]}")
     assert not failed, "\n".join(failed)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -132,6 +132,16 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
     assert (checkpoints / "2").is_dir()
     assert (out / "loss.png").exists()
 
+    # The first run's checkpoints do not belong to these metrics.
+    shutil.rmtree(out / "checkpoints" / "3")
+    before = {path.name for path in out.iterdir()}
+    assert re.search(
+        r"--out is .*, whose metrics.jsonl belongs to another run than the checkpoints in .*: the "
+        rf"losses at step 2 are {losses(out)[1]} and {losses(trained[0])[1]}; use another --out",
+        error_of(arguments(corpus, out, *STEPS, MESH), capsys),
+    )
+    assert {path.name for path in out.iterdir()} == before
+
     # While another run writes its checkpoints, a second one ends at its start.
     with Checkpoints(out / "checkpoints") as other:
         other.lock()

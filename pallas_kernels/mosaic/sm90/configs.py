@@ -193,7 +193,8 @@ def can_zero_padding(config: MosaicConfig | None = None) -> bool:
     """
     if config is None:
         return moves_registers()
-    return config.producer_warpgroup and config.cluster == 1
+    # A thread of the producer warpgroup writes the zeros of one row.
+    return config.producer_warpgroup and config.cluster == 1 and config.block_kv <= 128
 
 
 def forward_config(

@@ -21,8 +21,8 @@ def tanh(x: jax.Array, factor: float) -> jax.Array:
     """``tanh(factor x)`` with an absolute error of up to 4e-7; ``tanh.approx`` has 11 bits.
 
     It is ``1 - 2 / (1 + e^(2 factor x))``, with one reciprocal of the product of four denominators,
-    or two, where the columns are no multiple of 32. Elements of a row that share it share a NaN.
-    Products are NaN only if a query or a key is.
+    or two, where the columns are no multiple of 32. Elements of a row that share it share a NaN,
+    masked ones too. Products are NaN only if a query or a key is not finite.
 
     Args:
       x: float32 ``[64, columns]``; the columns are a multiple of 16.
