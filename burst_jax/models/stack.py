@@ -207,12 +207,13 @@ def run_ahead(
             ahead = gathered(local, index - 1)
             if segment in unrolled:
                 stored = lax.optimization_barrier(stored)
-            dout = gradient, layer_weights(dsums, index)
+            dout, own = (gradient, layer_weights(dsums, index)), layer_weights(stacked, index)
             gradient, dweights = rebuild[segment](stored, (*weights, shared))(dout)
-            # XLA would combine what is received here with the gradients that are sent below, and
-            # wait for these before it sends any.
-            ahead, dweights = lax.optimization_barrier((ahead, dweights))
-            (dlocal,) = jax.vjp(gather, layer_weights(stacked, index))[1](dweights)
+            if _shapes(ahead[0]) != _shapes(own):
+                # XLA would combine what is received here with the gradients that are sent below,
+                # and wait for these before it sends any.
+                ahead, dweights = lax.optimization_barrier((ahead, dweights))
+            (dlocal,) = jax.vjp(gather, own)[1](dweights)
             gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
                 gradients,
@@ -227,6 +228,10 @@ def run_ahead(
 
     run.defvjp(forward, backward)
     return run(x, stacked, frozen, shared)
+
+
+def _shapes(weights: Any) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(weights)]
 
 
 def _scan(

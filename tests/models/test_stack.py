@@ -73,8 +73,8 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
     layers = len(kinds)
     x, side = normal(3, 4), normal(3, 4)
     cotangent = normal(3, 4), normal(layers, 4)
-    stacked = {"w": normal(layers, 4, 4), "b": normal(layers, 4)}
-    constant = {"scale": normal(layers, 4)}
+    stacked = {"w": normal(layers, 2, 4), "b": normal(layers, 2)}
+    constant = {"scale": normal(layers, 2)}
     functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
 
     def layer_of(kind):
@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
 
     # A gather with a derivative of its own, which each layer's gradient must pass.
     def gather(weights):
-        return jax.tree.map(lambda w: 2 * w, weights)
+        return jax.tree.map(lambda w: jnp.concatenate([w, 2 * w]), weights)
 
     def loop(x, stacked):
         sums = []
