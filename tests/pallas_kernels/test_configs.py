@@ -183,6 +183,16 @@ def test_a_producer_without_more_registers_for_consumers(monkeypatch, dim, is_ca
     assert config.cluster == 1
 
 
+def test_a_thread_per_row_zeroes_padding():
+    """Not in taller tiles, without a producer warpgroup, nor in clusters: those need zeros."""
+    for keys, others, expected in (
+        (128, {}, True), (112, {}, True), (192, {}, False), (128, {"cluster": 2}, False),
+        (128, {"producer_warpgroup": False}, False),
+    ):  # fmt: skip
+        config: Any = functools.partial(sm90.MosaicConfig, 128, keys, 2)
+        assert sm90.can_zero_padding(config(**others)) == expected, (keys, others)
+
+
 def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():
     """The largest tiles leave 16 KiB for o: 32 of its lanes in float32, 16 with a carry."""
     for config, out_dtype, has_carry, expected in (
