@@ -16,26 +16,16 @@ import numpy as np
 from benchmarks.command_line import require_gpus, require_outputs
 from benchmarks.kernels import Case, arrays_of, matmul_ceiling, with_gradients
 from benchmarks.results import Results
-from benchmarks.turns import Side, add_options, compare_cases
-from burst_jax import local_attention
+from benchmarks.turns import Side, add_options, compare_cases, with_arrays
 from burst_jax.command_line import Unusable
 
 
 def ours(case: Case, arrays: tuple[jax.Array, ...]) -> Side:
     """This project's kernels, as :func:`burst_jax.local_attention` chooses them.
 
-    Segment ids are an argument of the compiled functions, as in training. Of constants XLA would
-    know that they hold no padding, and compute part of the kernels' tables.
+    Segment ids are an argument of the compiled functions, as in training.
     """
-    ids = case.segment_ids()
-    options: dict[str, Any] = case.options | case.per_head()
-    others = () if ids is None else (jnp.asarray(ids),)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
-        names = "query_segment_ids", "key_value_segment_ids"
-        segments: dict[str, Any] = {name: x for name in names for x in others}
-        return local_attention(q, k, v, **options, **segments)
-
+    attend, others = with_arrays(case.arguments())
     forward, both = jax.jit(attend), with_gradients(attend)
     return Side(
         "burst-jax",

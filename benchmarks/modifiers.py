@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ import numpy as np
 
 from benchmarks.command_line import require_gpus
 from benchmarks.kernels import TOLERANCE, Case, arrays_of, with_gradients
-from benchmarks.turns import Clock, add_turns, in_turns
-from burst_jax import local_attention
+from benchmarks.turns import Clock, add_turns, in_turns, with_arrays
 from burst_jax.command_line import Unusable
 from pallas_kernels.timing import relative_error
 
@@ -59,25 +57,6 @@ def others(case: Case) -> dict[str, dict[str, Any]]:
     }
 
 
-def _with_arrays(arguments: dict[str, Any]) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """``attend(q, k, v, *arrays)`` and the arrays among the arguments.
-
-    As constants of a program, XLA would compute what follows from them while compiling.
-    """
-    leaves, structure = jax.tree.flatten(arguments)
-    is_array = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> jax.Array:
-        given = iter(arrays)
-        merged = [
-            next(given) if dynamic else x for x, dynamic in zip(leaves, is_array, strict=True)
-        ]
-        return local_attention(q, k, v, is_causal=True, **jax.tree.unflatten(structure, merged))
-
-    arrays = [jnp.asarray(x) for x, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-    return attend, arrays
-
-
 def measure(
     case: Case, *, turns: int, seconds: float, clock: Clock
 ) -> dict[str, tuple[float, float]]:
@@ -91,7 +70,7 @@ def measure(
     options = {PLAIN: {}, **unchanged, **others(case)}
     calls, plain = {}, ()
     for name, arguments in options.items():
-        attend, arrays = _with_arrays(arguments)
+        attend, arrays = with_arrays({"is_causal": True} | arguments)
         forward = functools.partial(jax.jit(attend), q, k, v, *arrays)
         both = functools.partial(with_gradients(attend), q, k, v, do, *arrays)
         if name == PLAIN:

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.sm90.configs import (
     can_zero_padding,
 )
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
-from pallas_kernels.mosaic.sm90.static import needs_registers
+from pallas_kernels.mosaic.sm90.static import backward_needs_zeros
 from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
 from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
@@ -155,7 +155,7 @@ def _zeroes_padding(
     deterministic: bool,
 ) -> bool:
     """See :attr:`pallas_kernels.backend.Implementation.zeroes_padding`."""
-    if backward and (deterministic or needs_registers(spec, inputs.has_bias)):
+    if backward and backward_needs_zeros(spec, inputs.has_bias, deterministic):
         return False
     return can_zero_padding(configs[backward])
 

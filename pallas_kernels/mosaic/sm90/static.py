@@ -39,6 +39,15 @@ def needs_registers(spec: AttentionSpec, has_bias: bool) -> bool:
     return has_bias or has_cap or drops or spec.calls_functions
 
 
+def backward_needs_zeros(spec: AttentionSpec, has_bias: bool, deterministic: bool) -> bool:
+    """Whether padding must hold zeros before the backward kernel starts.
+
+    Fixed point has a bound computed from keys and values. Next to what takes registers some
+    programs that write zeros themselves would spill.
+    """
+    return deterministic or needs_registers(spec, has_bias)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sm90Static(KernelStatic[MosaicConfig]):
     """Static parameters of both sm90 kernels."""
@@ -242,13 +251,9 @@ class BackwardStatic(Sm90Static):
 
     @property
     def zeroes_padding(self) -> bool:
-        """See :attr:`Sm90Static.zeroes_padding`.
-
-        Fixed point has a bound computed from keys and values, which needs zeros before. Next to
-        what takes registers some programs would spill.
-        """
-        plain = not self.deterministic and not self.needs_registers
-        return super().zeroes_padding and plain
+        """See :attr:`Sm90Static.zeroes_padding`."""
+        needs_zeros = backward_needs_zeros(self.spec, self.has_bias, self.deterministic)
+        return super().zeroes_padding and not needs_zeros
 
     @property
     def rounds_dkv(self) -> bool:
