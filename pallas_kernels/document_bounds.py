@@ -1,8 +1,8 @@
 """Intervals of packed documents, next to tile bounds.
 
 Most tiles that need a mask are at an edge of one document. If the queries of a part of a tile are
-all of one document, each attends to one range of key *indices*. A mask by these loads no position
-and no segment id.
+of one document, or of one and the next, each attends to one range of key *indices*. A mask by these
+loads no position and no segment id.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.bounds import joint_reduction, module_of, tile_segments
+from pallas_kernels.bounds import joint_reduction, module_of
 from pallas_kernels.inputs import KVSide, QuerySide
 from pallas_kernels.mask import Mask
 
 _INT32 = np.iinfo(np.int32)
 # Indices of tokens are below this.
 _FAR = 2**29
-# Numbers that an interval has.
-INTERVAL_SIZE = 4
+# Numbers of a part: nine, and three unused ones, so that they begin at a multiple of 16 bytes.
+INTERVAL_SIZE = 12
 
 
 class DocumentBounds(NamedTuple):
@@ -32,10 +32,11 @@ class DocumentBounds(NamedTuple):
 
     Attributes:
       ranges: tile bounds (:mod:`pallas_kernels.bounds`).
-      intervals: int32 ``[B, query tiles, 4 * parts]``: for each part of a tile ``(start, end,
-        first_start, first_end)``. Query r of the part attends to the keys with index from
-        ``max(start, first_start + r)`` up to, not including, ``min(end, first_end + r)``. Where
-        ``end`` is -1, queries have no such intervals, or they are unknown.
+      intervals: int32 ``[B, query tiles, 12 * parts]``: for each part of a tile ``(start, end,
+        first_start, first_end, split, 0, 0, 0)`` and four changes. Query r of the part attends to
+        the keys with index from ``max(start, first_start + r)`` up to, not including,
+        ``min(end, first_end + r)``. From query ``split`` on, the changes are added to the first
+        four numbers. Where ``end`` is -1, queries have no such intervals, or they are unknown.
     """
 
     ranges: Any
@@ -45,10 +46,12 @@ class DocumentBounds(NamedTuple):
 def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts: int) -> jax.Array:
     """``intervals`` of :class:`DocumentBounds`.
 
-    A part has an interval if all of its queries are of one document, and none is padding, if the
-    document's keys are neighbors, and if positions, where a window reads them, grow by the same
-    number from query to query and from key to key of the document. So a document may not cross
-    places where positions jump, like the middle of a zigzag layout's shard.
+    A part has intervals if its queries are of one document, or of one and the next, where padding
+    is a document without keys; if a document's keys are neighbors; and if positions, where a window
+    reads them, grow by the same number from query to query and from key to key of a document. So a
+    document may not cross places where positions jump, like the middle of a zigzag layout's shard.
+    A part's second document is the first one of the next part, unless it ends with its own: then
+    the part has none.
 
     Args:
       mask: the window; its ``mask_mod`` must be None.
@@ -61,9 +64,15 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     assert kv.segment_ids is not None
     length, keys = query.segment_ids.shape[1], kv.segment_ids.shape[1]
     count = -(-length // (block * parts)) * parts
-    only = tile_segments(query.segment_ids, count, block)["segment"]
+    ids = jnp.pad(query.segment_ids, ((0, 0), (0, count * block - length)))
+    ids = ids.reshape(-1, count, block)
+    first_id, following_id = ids[:, :, 0], _following(ids[:, :, 0], 0)
+    changed = (ids[:, :, 1:] != ids[:, :, :-1]).astype(jnp.int32)
+    changes, split = joint_reduction(
+        (lax.add, 0, changed), (lax.add, 0, changed * np.arange(1, block, dtype=np.int32))
+    )
     index = np.arange(keys, dtype=np.int32)
-    same = _all_ones_where_equal(only[:, :, None], kv.segment_ids[:, None, :])
+    same = _all_ones_where_equal(first_id[:, :, None], kv.segment_ids[:, None, :])
 
     def of_document(x: Any, otherwise: int) -> jax.Array:
         return (same & x) | (~same & np.int32(otherwise))
@@ -81,12 +90,15 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
         (lax.max, 0, of_document(index + np.int32(1), 0)),
         (lax.add, 0, of_document(_not_after_jump(kv.segment_ids, offset), 0)),
     )
-    start = jnp.minimum(start, end)
-    is_interval = (only != 0) & (tokens == end - start)
+    is_padding = first_id == 0
+    start, end = (jnp.where(is_padding, 0, x) for x in (jnp.minimum(start, end), end))
+    is_known = is_padding | (tokens == end - start)
+    goes_on = jnp.bool_(True)
     first_start, first_end = jnp.int32(-_FAR), jnp.int32(_FAR)
     if mask.reads_positions:
         steady, position = _steps(query.positions, step, count, block)
-        is_interval &= steady[None]
+        is_known &= is_padding | steady
+        goes_on = steady & (_following(position[None], 0)[0] == position + step * np.int32(block))
         # Position of the part's first query minus that of the document's first key.
         first = position - (jnp.take(offset, start, mode="clip") + step * start)
         # The windows are cut off where their sums with positions would overflow.
@@ -97,9 +109,22 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
         if mask.right is not None:
             right = jnp.minimum(mask.right, _INT32.max - jnp.maximum(first, 0))
             first_end = start + jnp.clip((first + right) // step, -_FAR, _FAR - 1) + 1
-    end = jnp.where(is_interval, end, -1)
-    numbers = [jnp.broadcast_to(x, end.shape) for x in (start, end, first_start, first_end)]
+    first = [jnp.broadcast_to(x, end.shape) for x in (start, end, first_start, first_end)]
+    # The second document's first query has the same number in both parts' queries, less ``block``.
+    second = [_following(x, 0) for x in first]
+    second[2:] = (x - np.int32(block) for x in second[2:])
+    is_second_known = _following(is_known, True) & (goes_on | (following_id == 0))
+    is_second_known &= (changes == 1) & (ids[:, :, -1] == following_id)
+    exists = is_known & ((changes == 0) | is_second_known)
+    numbers = [first[0], jnp.where(exists, first[1], -1), *first[2:]]
+    numbers += [jnp.where(changes == 0, np.int32(block), split), *(jnp.zeros_like(end),) * 3]
+    numbers += [y - x for x, y in zip(first, second, strict=True)]
     return jnp.stack(numbers, axis=-1).reshape(end.shape[0], -1, INTERVAL_SIZE * parts)
+
+
+def _following(x: jax.Array, last: Any) -> jax.Array:
+    """``x[:, 1:]``, and ``last``."""
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=last)
 
 
 def _all_ones_where_equal(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -128,6 +153,8 @@ def _steps(positions: Any, step: Any, count: int, block: int) -> tuple[Any, Any]
     the first one.
     """
     extra, xp = count * block - positions.shape[0], module_of(positions)
-    # The padding repeats the last position; a part with padding is of no single document.
-    padded = xp.pad(positions, (0, extra), mode="edge").reshape(count, block)
+    padded = xp.pad(positions, (0, extra), mode="edge")
+    # Positions of the padding follow the last one.
+    after = np.maximum(np.arange(count * block, dtype=np.int32) - (positions.shape[0] - 1), 0)
+    padded = (padded + step * after).reshape(count, block)
     return (xp.diff(padded) == step).all(1) & (step > 0), padded[:, 0]

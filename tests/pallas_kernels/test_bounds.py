@@ -19,7 +19,7 @@ from burst_jax import positions
 from burst_jax.layouts.permutation import run_in_blocks
 from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import _summary, lists_for_all, over_batch, split_tiles
-from pallas_kernels.document_bounds import query_intervals
+from pallas_kernels.document_bounds import INTERVAL_SIZE, query_intervals
 
 HUGE = 2**31 - 1
 PARTS = 3
@@ -427,32 +427,37 @@ def test_intervals_of_documents(mask, step):
         "padding": np.repeat([1, 0, 2, 0], [160, 40, 250, 50]),
         "descending": np.repeat([3, 2], [300, 200]),
         "repeated": np.repeat([1, 2, 1], [170, 130, 200]),
+        # One part has three documents, and one part's second document ends with it.
+        "short": np.repeat([1, 2, 3, 4, 5, 6], [70, 20, 130, 36, 100, 144]),
     }
     ids = np.stack(list(orders.values())).astype(np.int32)
     q_at, kv_at = 100 + step * np.arange(t), 40 + step * np.arange(s)
     q, index = tokens(q_at, ids), np.arange(s)
     run = jax.jit(query_intervals, static_argnums=(0, 3, 4))
     # Also where key positions jump, like in a zigzag layout. Documents that cross it have none.
-    for jump, expected in ((0, [5, 5, 6, 1]), (900, [3, 2, 2, 0])):
+    for jump, expected in ((0, [8, 8, 8, 1, 6]), (900, [4, 3, 3, 0, 6])):
         kv = tokens(kv_at + jump * (index >= 180), ids[:, -s:])
         table = np.asarray(run(mask, q, kv, block, parts))
-        assert table.shape == (len(ids), 4, 4 * parts)
+        assert table.shape == (len(ids), 4, INTERVAL_SIZE * parts)
         # The same where positions are known while tracing.
         known = [x._replace(positions=np.asarray(x.positions)) for x in (q, kv)]
         known = query_intervals(mask, known[0], known[1], block, parts)
         np.testing.assert_array_equal(table, known)
         keep = mask_of(mask, q, kv)
         found = np.zeros(len(ids), int)
-        for row, part in np.ndindex(len(ids), t // block):
-            start, end, first_start, first_end = table[row].reshape(-1, 4)[part]
-            found[row] += end >= 0
-            for r in range(block if end >= 0 else 0):
+        for row, part in np.ndindex(len(ids), -(-t // block)):
+            numbers = table[row].reshape(-1, INTERVAL_SIZE)[part]
+            exists, split = numbers[1] >= 0, numbers[4]
+            found[row] += exists
+            for r in range(min(block, t - block * part) if exists else 0):
+                changes = numbers[8:] if r >= split else np.zeros(4, int)
+                start, end, first_start, first_end = numbers[:4] + changes
                 inside = (index >= max(start, first_start + r)) & (index < min(end, first_end + r))
                 np.testing.assert_array_equal(inside, keep[row, block * part + r])
         if mask.reads_positions or jump == 0:
             np.testing.assert_array_equal(found, expected)
-    # The last tile is partial, and no interval is known where positions are in another order.
-    assert (table[:, 3, 5] == -1).all()
+    # None is known where positions are in another order.
     shuffled = tokens(kv_at[::-1], ids[:, -s:])
-    table = np.asarray(run(mask, q, shuffled, block, parts)).reshape(len(ids), -1, 4)
-    assert (table[..., 1] >= 0).any() == (not mask.reads_positions)
+    table = np.asarray(run(mask, q, shuffled, block, parts)).reshape(len(ids), -1, INTERVAL_SIZE)
+    known = table[..., 1] >= 0
+    assert known[:, :-1].any() == (not mask.reads_positions)

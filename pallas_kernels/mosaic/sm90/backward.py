@@ -263,6 +263,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
         split_step.run(static, refs, warpgroup, work)
         return
     consumer = Consumer.of(static, refs, warpgroup, work)
+    has_intervals = consumer.intervals and consumer.intervals.exist()
     plgpu.barrier_wait(refs.barriers.kv_arrived)
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
@@ -285,10 +286,10 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
         return lax.fori_loop(first, end, step, state)
 
     first = work.steps_before
-    if consumer.intervals is not None:
+    if has_intervals is not None:
         # All of the keys' masked steps, or none. In one loop with the other masks, every step would
         # keep in registers whether there are intervals.
-        end = jnp.where(consumer.intervals.exist(), masked_end, first)
+        end = jnp.where(has_intervals, masked_end, first)
         state = run_steps(first, end, state, masked=True, by_interval=True)
         first = end
     state = run_steps(first, masked_end, state, masked=True)
@@ -301,9 +302,6 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
             backward_epilogue.write_dv(static, refs, warpgroup, work.recompute(), state.dv)
         dq = backward_step.last_dq(consumer, lane)
     plgpu.barrier_arrive(refs.barriers.kv_free)
-    if static.stages_dv_in_values:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(refs.barriers.v_free.at[0])
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)
     # Empirical: with dQ last, the backward of a causal mask takes 1.5 % less than with dQ first.
@@ -314,7 +312,10 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     if dq is None:
         return
     factors = backward_epilogue.load_dq_factors(static, refs, warpgroup, q_tile)
-    backward_epilogue.add_dq(static, refs, warpgroup, q_tile, dq, factors)
+    # Rounded gradients, whose last copy may still run, left through another buffer.
+    backward_epilogue.add_dq(
+        static, refs, warpgroup, q_tile, dq, factors, running=int(static.rounds_dkv)
+    )
 
 
 # --- producer -------------------------------------------------------------------------------------

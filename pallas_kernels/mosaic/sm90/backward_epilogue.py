@@ -42,6 +42,7 @@ def add_dq(
     predicate: Any = None,
     first: int = 0,
     staging_is_free: bool = False,
+    running: int = 0,
 ) -> None:
     """Adds a warpgroup's part of a query tile's dQ to global memory.
 
@@ -55,11 +56,12 @@ def add_dq(
       predicate: whether there is a tile; None: there is.
       first: the first of the warpgroup's lanes that ``dq`` has.
       staging_is_free: whether earlier copies have left the staging buffer, as all threads know.
+      running: number of copies before this one that leave other buffers.
     """
     staging, total = refs.memory.staging.at[warpgroup], refs.results.dq
     by_rows, block_q = static.config.dq_by_rows, static.config.block_q
     if not by_rows and not staging_is_free:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(running, wait_read_only=True)
     if factors is not None:
         dq = rounded_to_int32(dq * along_rows(factors, dq.shape), TILE)
     if by_rows:
@@ -137,7 +139,7 @@ def write_dkv(
 ) -> None:
     """Writes dK and dV of a warpgroup's keys, or adds them to global memory.
 
-    Not dV if :func:`write_dv` has written it.
+    Not dV if :func:`write_dv` has written it: then this frees the values' memory when dV has left.
 
     Args:
       static: static parameters of the call.
@@ -151,11 +153,17 @@ def write_dkv(
     """
     width = static.dkv_lanes
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
-    of_values = () if static.stages_dv_in_values else ((refs.results.dv, dv),)
+    dv_is_written = static.stages_dv_in_values
+    of_values = () if dv_is_written else ((refs.results.dv, dv),)
     for target, gradient in ((refs.results.dk, dk), *of_values):
         for first in range(0, gradient.shape[1], width):
             part = gradient[:, first : first + width]
-            _write_lanes(static, refs, warpgroup, at, buffer, target, first, part)
+            # The copy of dV leaves another buffer.
+            running = int(dv_is_written and not first)
+            _write_lanes(static, refs, warpgroup, at, buffer, target, first, part, running)
+            if running:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                plgpu.barrier_arrive(refs.barriers.v_free.at[0])
     _release_staging(static)
 
 
@@ -256,15 +264,17 @@ def _write_lanes(
     target: Any,
     first: int,
     part: jax.Array,
+    running: int = 0,
 ) -> None:
     """Writes or adds ``part``: lanes of dK or dV (``target``) from ``first`` on.
 
     A rounded part is staged in the warpgroup's rows of a dS buffer, which has the same dtype. The
-    shipped tiles leave no shared memory for a buffer of its own.
+    shipped tiles leave no shared memory for a buffer of its own. ``running``: number of copies
+    before this one that leave other buffers.
     """
     start = at.tile * static.config.block_kv + static.first_key(optimization_barrier(warpgroup))
     keys, width = pl.ds(start, WARPGROUP_ROWS), static.dkv_lanes
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(running, wait_read_only=True)
     if static.rounds_dkv:
         rows = pl.ds(optimization_barrier(warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS)
         staging = refs.memory.ds.at[buffer, 0, rows]

@@ -253,8 +253,8 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     static, inputs = consumer.static, consumer.refs.inputs.scores
     if consumer.masks_by_interval:
         assert consumer.intervals is not None
-        intervals = consumer.intervals._replace(part=at.warpgroup)
-        return intervals.mask_by_interval(scores, at.q_tile * static.config.block_q)
+        first_query = at.q_tile * static.config.block_q
+        return consumer.intervals.mask_by_interval(scores, first_query)
     # One test after the other, first by positions, then by segment ids: positions and ids would not
     # fit in registers together.
     tests = [("positions", dataclasses.replace(static.mask, mask_mod=None))]

@@ -128,6 +128,10 @@ def step(
       state: after the previous step.
     """
     static, refs, data = consumer.static, consumer.refs, StepData.of(consumer, step)
+    if masked and consumer.masks_by_interval:
+        assert consumer.intervals is not None
+        intervals = consumer.intervals._replace(part=data.at.warpgroup)
+        consumer = consumer._replace(intervals=intervals.loaded())
 
     # Waits until the other consumer has written its dS of the previous step. By then it has
     # finished the products of the step before that, which with three buffers read the one that is

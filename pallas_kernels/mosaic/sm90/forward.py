@@ -368,7 +368,7 @@ def _skip_step(consumer: Consumer, step: Any) -> None:
 
 def _first_step(consumer: Consumer, step: Any) -> _State:
     """The first KV tile that is not skipped, which has no tile before it."""
-    static, work = consumer.static, consumer.work
+    static, work, consumer = consumer.static, consumer.work, consumer.loading_intervals(True)
     _wait_for_keys(consumer, step)
 
     def products(scores_ref):
@@ -391,6 +391,7 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
     """One more KV tile; adds the previous tile's weighted values to acc."""
     static, memory = consumer.static, consumer.refs.memory
     stage, v_stage = consumer.stage(step), consumer.v_stage(step - 1)
+    consumer = consumer.loading_intervals(masked)
 
     def products(scores_ref, acc_ref):
         acc_ref[...] = state.acc

@@ -92,6 +92,13 @@ class Consumer(NamedTuple):
         first_key = self.work.iterator.tile(step) * self.static.config.block_kv
         return self.scores._replace(first_key=first_key)
 
+    def loading_intervals(self, masked: bool) -> Consumer:
+        """Starts loading the rows' intervals, if a step is masked and there may be any."""
+        intervals = self.scores.intervals
+        if intervals is None or not masked:
+            return self
+        return self._replace(scores=self.scores._replace(intervals=intervals.loaded()))
+
     def excess(self) -> jax.Array | None:
         """float32 ``[64]``: by how much scores in base 2 are too large; None if they are exact.
 

@@ -41,6 +41,10 @@ LEAST_ROWS_WITH_INTERVALS = 2**18
 _MOST_KEYS_PER_HEAD = 2048
 
 
+# Of the numbers of a part, those that are not unused.
+_NUMBERS = (0, 1, 2, 3, 4, 8, 9, 10, 11)
+
+
 class RowIntervals(NamedTuple):
     """The intervals of one warpgroup's rows of a tile of scores.
 
@@ -51,12 +55,18 @@ class RowIntervals(NamedTuple):
       batch: batch index.
       tile: tile index.
       part: the part of the tile, the warpgroup's rows.
+      numbers: of the part, in registers; None: loaded where they are read.
     """
 
     table: Any
     batch: Any
     tile: Any
     part: Any
+    numbers: tuple[Any, ...] | None = None
+
+    def loaded(self) -> RowIntervals:
+        """With numbers whose loads start here."""
+        return self._replace(numbers=tuple(self._number(index) for index in _NUMBERS))
 
     def mask(
         self, scores: jax.Array, first_column: Any, otherwise: Callable[[jax.Array], jax.Array]
@@ -77,13 +87,23 @@ class RowIntervals(NamedTuple):
 
     def mask_by_interval(self, scores: jax.Array, first_column: Any) -> jax.Array:
         """:meth:`mask` for rows that have intervals."""
-        start, end, first_start, first_end = map(self._number, range(INTERVAL_SIZE))
+        numbers = self.numbers or self.loaded().numbers
+        assert numbers is not None
+        start, end, first_start, first_end, split, *changes = numbers
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
-        first = jnp.maximum(row + (first_start - first_column), start - first_column)
-        last = jnp.minimum(row + (first_end - first_column), end - first_column)
+        # 1 from the second document's first row on.
+        second = jnp.clip(row - (split - 1), 0, 1)
+
+        def columns(x: Any, change: Any) -> jax.Array:
+            return second * change + (x - first_column)
+
+        first = jnp.maximum(columns(start, changes[0]), columns(first_start, changes[2]) + row)
+        last = jnp.minimum(columns(end, changes[1]), columns(first_end, changes[3]) + row)
         return between(scores, first, last)
 
     def _number(self, index: int) -> Any:
+        if self.numbers is not None:
+            return self.numbers[_NUMBERS.index(index)]
         batch = self.batch if self.table.shape[0] != 1 else i32(0)
         return self.table[(batch, self.tile, self.part * INTERVAL_SIZE + index)]
 
