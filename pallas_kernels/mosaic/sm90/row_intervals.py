@@ -85,6 +85,16 @@ class RowIntervals(NamedTuple):
         """Whether the rows have intervals."""
         return self._number(1) >= 0
 
+    def begin_at(self, column: Any) -> Any:
+        """Whether the rows have intervals, none of which has a column before this one."""
+        numbers = self.loaded().numbers
+        assert numbers is not None
+        start, _, first_start, _, split, *changes = numbers
+        first = jnp.maximum(start, first_start)
+        second = jnp.maximum(start + changes[0], first_start + changes[2] + split)
+        second = jnp.where(split < WARPGROUP_ROWS, second, first)
+        return self.exist() & (jnp.minimum(first, second) >= column)
+
     def mask_by_interval(self, scores: jax.Array, first_column: Any) -> jax.Array:
         """:meth:`mask` for rows that have intervals."""
         numbers = self.numbers or self.loaded().numbers
