@@ -124,6 +124,9 @@ def make_inputs(case, seed, batch=BATCH):
     ids: Any = None
     if masks.pop("segments", False):
         ids = packed_segments(rng, batch, length)
+        if "documents" in case:  # their lengths, without padding, in each shard
+            sizes = case["documents"] * SHARDS
+            ids[:] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
         call |= {"query_segment_ids": ids[:, q_at], "key_value_segment_ids": ids[:, all_kv_at]}
     ranges = {}
     if masks.pop("ranges", False):
