@@ -64,8 +64,13 @@ class Backend:
         """A config from the command line: numbers in the order of its fields, then NAME=NUMBER."""
         parts = [part.partition("=") for part in text.split(",")]
         numbers = [int(number) for number, equals, _ in parts if not equals]
-        named = {name: int(number) for name, equals, number in parts if equals}
+        named = {name: _number(number) for name, equals, number in parts if equals}
         return self.config[kernel](*numbers, **named)
+
+
+def _number(text: str) -> int:
+    """A number on the command line, or True or False, as entries are printed."""
+    return {"True": True, "False": False}[text] if text in ("True", "False") else int(text)
 
 
 def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
@@ -80,43 +85,67 @@ def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
 
 def mosaic_config(*numbers: Any, **named: Any) -> MosaicConfig:
     """A config, without a producer warpgroup if the installed JAX moves no registers."""
-    return MosaicConfig(*numbers, **named, producer_warpgroup=moves_registers())
+    return MosaicConfig(*numbers, **{"producer_warpgroup": moves_registers(), **named})
 
 
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
     """Candidates that fit in shared memory, forward together with the float32 o of a carry.
 
-    They have a producer warpgroup if the installed JAX moves registers between warpgroups.
+    If the installed JAX moves registers between warpgroups, they have a producer warpgroup. If not,
+    there are candidates with one and without: two consumers and a producer have 168 registers each,
+    two consumers alone 255.
     """
-    dtype, producer = jnp.bfloat16, moves_registers()
-    if kernel == "forward":
-        tiles = itertools.product((128, 192), (64, 96, 112, 128, 192, 256), (2, 3, 4))
-        # Consumers that start copies need a third stage of values, and no other CTA's consumers.
-        options = [{"cluster": n} for n in (1, 2)] if producer else [{}, {"v_stages": 3}]
-        for option, numbers in itertools.product(options, tiles):
-            config = mosaic_config(*numbers, **option)
-            memory = ForwardMemory.of(
-                config, head_dim, dtype, jnp.float32, has_carry=True, value_dim=value_dim
-            )
-            if memory.nbytes <= SHARED_MEMORY:
+    dims = head_dim, value_dim
+    for producer in (True,) if moves_registers() else (False, True):
+        if kernel == "forward":
+            configs, memory = _forward_configs(producer), _forward_memory
+        elif max(dims) > WIDEST_NARROW_HEAD_DIM:
+            configs, memory = _wide_backward_configs(producer, *dims), _backward_memory
+        else:
+            configs, memory = _backward_configs(producer, max(dims)), _backward_memory
+        for config in configs:
+            if memory(config, *dims).nbytes <= SHARED_MEMORY:
                 yield config
-        return
-    if max(head_dim, value_dim) > WIDEST_NARROW_HEAD_DIM:
-        shipped = wide_backward_config(head_dim, value_dim)
-        tiles = {(64, None), (shipped.block_kv, shipped.do_stages)}
-        for (block_kv, do_stages), stages in itertools.product(tiles, (2, 3)):
-            config = mosaic_config(64, block_kv, stages, do_stages, wide=True)
-            if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
-                yield config
-        return
+
+
+def _forward_configs(producer: bool) -> Iterable[MosaicConfig]:
+    # Next to a producer, three consumers with equal registers would have 128 each: too few.
+    queries = (128,) if producer and not moves_registers() else (128, 192)
+    # Consumers that start copies need a third stage of values, and no other CTA's consumers.
+    options = [{"cluster": n} for n in (1, 2)] if producer else [{}, {"v_stages": 3}]
+    keys = 64, 96, 112, 128, 192, 256
+    for option, numbers in itertools.product(options, itertools.product(queries, keys, (2, 3, 4))):
+        yield mosaic_config(*numbers, **option, producer_warpgroup=producer)
+
+
+def _backward_configs(producer: bool, widest: int) -> Iterable[MosaicConfig]:
     # Wider heads leave no registers for 128 queries.
-    queries = (64, 128) if max(head_dim, value_dim) <= 64 else (64,)
+    queries = (64, 128) if widest <= 64 else (64,)
+    if producer and not moves_registers():
+        # 168 registers hold dK, dV and the scores of 64 queries up to head dim 64.
+        queries = (64,) if widest <= 64 else ()
     counts = (2, 3, 4) if producer else (3, 4)
     for block_q, stages, do_stages in itertools.product(queries, counts, (None, 2, 3)):
         if do_stages is None or do_stages < stages:
-            config = mosaic_config(block_q, 128, stages, do_stages)
-            if BackwardMemory.of(config, head_dim, dtype, value_dim).nbytes <= SHARED_MEMORY:
-                yield config
+            yield mosaic_config(block_q, 128, stages, do_stages, producer_warpgroup=producer)
+
+
+def _wide_backward_configs(producer: bool, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
+    if producer and not moves_registers():
+        return  # dK and dV alone take most of 168 registers.
+    shipped = wide_backward_config(head_dim, value_dim)
+    tiles = {(64, None), (shipped.block_kv, shipped.do_stages)}
+    for (block_kv, do_stages), stages in itertools.product(tiles, (2, 3)):
+        yield mosaic_config(64, block_kv, stages, do_stages, wide=True, producer_warpgroup=producer)
+
+
+def _forward_memory(config: MosaicConfig, head_dim: int, value_dim: int) -> ForwardMemory:
+    carry = {"has_carry": True, "value_dim": value_dim}
+    return ForwardMemory.of(config, head_dim, jnp.bfloat16, jnp.float32, **carry)
+
+
+def _backward_memory(config: MosaicConfig, head_dim: int, value_dim: int) -> BackwardMemory:
+    return BackwardMemory.of(config, head_dim, jnp.bfloat16, value_dim)
 
 
 # Number of matrix products with 2 T S H and with 2 T S Hv operations.
@@ -136,7 +165,7 @@ BACKENDS = {
         config={"forward": mosaic_config, "backward": mosaic_config},
         make=mosaic_sm90,
         space=mosaic_space,
-        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1]",
+        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1][,producer_warpgroup=0 or 1]",
         entry="{kernel}_config({dims}): {name}{tiles}",
     ),
 }
@@ -302,13 +331,17 @@ def main() -> None:
 def as_entry(config: Any) -> tuple:
     """A config's fields as in ``configs.py``, without those that are False or None.
 
-    A keyword-only field is text, "cluster=2", and is omitted if it has its default. So is whether
-    there is a producer warpgroup: the installed JAX decides that.
+    A keyword-only field is text, "cluster=2", and is omitted if it has its default. For a producer
+    warpgroup that is whether the installed JAX moves registers, as in :func:`mosaic_config`.
     """
-    fields = [x for x in dataclasses.fields(config) if x.name != "producer_warpgroup"]
-    values = [(field, getattr(config, field.name)) for field in fields]
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     given = [x for field, x in values if not field.kw_only and x is not None]
-    named = [f"{f.name}={x}" for f, x in values if f.kw_only and x != f.default]
+    named = [
+        f"{field.name}={x}"
+        for field, x in values
+        if field.kw_only
+        and x != (moves_registers() if field.name == "producer_warpgroup" else field.default)
+    ]
     return (*given, *named)
 
 
