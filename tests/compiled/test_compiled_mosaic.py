@@ -184,6 +184,7 @@ def test_chunks_of_queries_take_no_registers(monkeypatch, report, options):
 SHARED_STACK = {
     ("backward", 128, "causal"): 40, ("backward", 128, "deterministic"): 144,
     ("backward", 64, "causal"): 64, ("backward", 128, "no_carried+rounded+full"): 8,
+    ("backward", 128, "no_causal"): 48, ("backward", 128, "no_causal+rounded"): 48,
     ("backward", 192, "no_carried+rounded+128"): 64, ("backward", 256, "no_carried+rounded"): 48,
 }  # fmt: skip
 
@@ -196,6 +197,7 @@ SHARED_STACK = {
         ("backward", 64, {}), ("backward", 64, {"shape": (2, 16, 16)}),
         ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
         ("backward", 128, {}), ("backward", 128, {"deterministic": True}),
+        ("backward", 128, UNMASKED), ("backward", 128, UNMASKED | ROUNDED),
         ("forward", 192, LAST | {"value_dim": 128}), ("forward", 192, LAST),
         ("backward", 192, LAST | {"value_dim": 128}), ("backward", 192, LAST),
         ("backward", 256, LAST),

@@ -166,6 +166,8 @@ RUNS = [
     ("wide", WIDE_SHARED),
     *((name, LARGE) for name in LARGE_TILES),
     *((name, SHARED) for name in WITHOUT),
+    # Where heads share keys, a step waits for the next queries before it starts copies.
+    ("late", SHARED),
     *((name, SHARED_LARGE) for name in LARGE_TILES),
     ("kv_bounds", LARGE_DETERMINISTIC),
     ("cap", SHARED_DETERMINISTIC),

@@ -139,15 +139,17 @@ def step(
     def wait_for_ds():
         pl.when(state.q_tile >= 0)(lambda: plgpu.barrier_wait(refs.barriers.ds_arrived))
 
+    waits_before_store = _waits_late(static) or not static.exchanges_late
+
     def early():
         copy_ahead(step, True)
-        if static.exchanges_late:
+        if not waits_before_store:
             wait_for_ds()
 
     p, ds = weights_and_gradients(consumer, masked, step, data, early)
     p, ds, dk, dv = optimization_barrier(p, ds, state.dk, state.dv)
 
-    if not static.exchanges_late:
+    if waits_before_store:
         wait_for_ds()
     if static.config.ds_buffers == 2:
         # Products of the previous step read it, or the last one of the previous work tile.
@@ -166,7 +168,12 @@ def step(
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.barriers.ds_arrived)
     state = state._replace(dk=dk, dv=dv)
-    copy = functools.partial(copy_ahead, step, False)
+
+    def copy():
+        if _waits_late(static):
+            wait_for_queries(consumer, step + 1)
+        copy_ahead(step, False)
+
     return _add_products(consumer, data, state, p, ds, copy)
 
 
@@ -193,7 +200,7 @@ def weights_and_gradients(
     """
     static = consumer.static
     memory, barriers = consumer.refs.memory, consumer.refs.barriers
-    waits_early = static.waits_early
+    waits_early = _waits_early(static)
     shape = WARPGROUP_ROWS, static.score_queries
     accumulator = plgpu.ACC(shape, jnp.float32)
     queries = slice(None)
@@ -225,7 +232,7 @@ def weights_and_gradients(
         found = weights(consumer, masked, data, products)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
         dp, found = optimization_barrier(dp, found)
-        if last and not waits_early:
+        if last and not (waits_early or _waits_late(static)):
             wait_for_queries(consumer, step + 1)
         return gradients(consumer, data, found, dp)
 
@@ -359,12 +366,15 @@ def _add_products(
         _issue_dq(consumer, dq_acc, data.earlier_ds, data.at.warpgroup, lane)
         plgpu.wgmma(dv_acc, p, memory.do.at[data.do_stage])
         plgpu.wgmma(dk_acc, ds, memory.q.at[data.stage])
-        copy_ahead()
+        if not _waits_late(static):
+            copy_ahead()
         if static.exchanges_late:
             # Every thread arrives by itself, after its own stores.
             proxy_fence()
             plgpu.barrier_arrive(barriers.ds_arrived)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if _waits_late(static):
+            copy_ahead()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
         arrive_ds_free(consumer)
         add_dq(
@@ -407,6 +417,24 @@ def arrive_ds_free(consumer: Consumer) -> None:
     """With fewer than three dS buffers, tells that this consumer has finished reading one."""
     if consumer.static.config.ds_buffers < 3:
         plgpu.barrier_arrive(consumer.refs.barriers.ds_free.at[0])
+
+
+def _waits_late(static: BackwardStatic) -> bool:
+    """Whether a step waits for the next queries once its last products have been issued.
+
+    The first consumer starts the queries' copies, so a second one that is ahead of it waits for
+    them, and least so late. For the same reason a step waits for the other's previous dS just
+    before it stores its own, and hands that over before copies start. With a causal mask this gains
+    only where query heads share key heads.
+    """
+    is_plain_mask = static.needs_mask and static.groups == 1
+    return static.exchanges_late and not (static.config.producer_warpgroup or is_plain_mask)
+
+
+def _waits_early(static: BackwardStatic) -> bool:
+    """Whether a step waits for the next queries while its scores are computed."""
+    early = static.exchanges_late and not _waits_late(static)
+    return early or (static.do_follows_queries and static.config.dq_by_rows)
 
 
 def wait_for_queries(consumer: Consumer, step: Any) -> None:

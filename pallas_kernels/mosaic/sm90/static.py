@@ -361,26 +361,16 @@ class BackwardStatic(Sm90Static):
         return may_visit and is_causal and self.work_tiles.exceeds_cache
 
     @property
-    def waits_early(self) -> bool:
-        """Whether a step waits for the next queries while its scores are computed."""
-        return self.exchanges_late or (self.do_follows_queries and self.config.dq_by_rows)
-
-    @property
     def exchanges_late(self) -> bool:
         """Whether consumers hand dS to each other while a step's last products run.
 
-        They then wait for the other's previous dS, and for the next queries, while scores are
-        computed, and for the staging buffer while the last products run. So nothing that takes
-        long to answer delays the exponentials or the products. It gains nothing for head dims up to
-        96. What takes registers leaves none for it. Consumers that start copies gain by it only
-        with masks, and where each head of keys has one of queries.
+        They then wait for the staging buffer at that time, and for the other's previous dS and the
+        next queries where it delays neither exponentials nor products (:mod:`.backward_step`). It
+        gains nothing for head dims up to 96. What takes registers leaves none for it.
         """
         wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
         plain = not self.needs_registers and not self.masks_by_arrays
-        gains = head_dim > 96 and not wide
-        if not self.config.producer_warpgroup:
-            gains = gains and self.needs_mask and self.groups == 1
-        return gains and plain
+        return head_dim > 96 and not wide and plain
 
     @property
     def half_dim(self) -> int:
