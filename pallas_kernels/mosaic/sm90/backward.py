@@ -264,7 +264,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
         split_step.run(static, refs, warpgroup, work)
         return
     consumer = Consumer.of(static, refs, warpgroup, work)
-    has_intervals = consumer.intervals and consumer.intervals.exist()
+    has_intervals = None if consumer.intervals is None else consumer.intervals.exist()
     plgpu.barrier_wait(refs.barriers.kv_arrived)
     backward_step.wait_for_queries(consumer, work.steps_before)
     state = backward_step.State.zeros(static)
