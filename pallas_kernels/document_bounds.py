@@ -116,8 +116,9 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     is_second_known = _following(is_known, True) & (goes_on | (following_id == 0))
     is_second_known &= (changes == 1) & (ids[:, :, -1] == following_id)
     exists = is_known & ((changes == 0) | is_second_known)
-    numbers = [first[0], jnp.where(exists, first[1], -1), *first[2:]]
-    numbers += [jnp.where(changes == 0, np.int32(block), split), *(jnp.zeros_like(end),) * 3]
+    split = jnp.broadcast_to(jnp.where(changes == 0, np.int32(block), split), end.shape)
+    numbers = [first[0], jnp.where(exists, first[1], -1), *first[2:], split]
+    numbers += [jnp.zeros_like(end)] * 3
     numbers += [y - x for x, y in zip(first, second, strict=True)]
     return jnp.stack(numbers, axis=-1).reshape(end.shape[0], -1, INTERVAL_SIZE * parts)
 
@@ -157,4 +158,4 @@ def _steps(positions: Any, step: Any, count: int, block: int) -> tuple[Any, Any]
     # Positions of the padding follow the last one.
     after = np.maximum(np.arange(count * block, dtype=np.int32) - (positions.shape[0] - 1), 0)
     padded = (padded + step * after).reshape(count, block)
-    return (xp.diff(padded) == step).all(1) & (step > 0), padded[:, 0]
+    return (padded[:, 1:] - padded[:, :-1] == step).all(1) & (step > 0), padded[:, 0]

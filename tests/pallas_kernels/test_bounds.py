@@ -439,10 +439,16 @@ def test_intervals_of_documents(mask, step):
         kv = tokens(kv_at + jump * (index >= 180), ids[:, -s:])
         table = np.asarray(run(mask, q, kv, block, parts))
         assert table.shape == (len(ids), 4, INTERVAL_SIZE * parts)
-        # The same where positions are known while tracing.
-        known = [x._replace(positions=np.asarray(x.positions)) for x in (q, kv)]
-        known = query_intervals(mask, known[0], known[1], block, parts)
+        # The same where positions of one side or of both are known while tracing.
+        q_known, kv_known = (x._replace(positions=np.asarray(x.positions)) for x in (q, kv))
+        known = query_intervals(mask, q_known, kv_known, block, parts)
         np.testing.assert_array_equal(table, known)
+        if jump == 0:
+            tiles = {"block": block, "parts": parts}
+            of_q = jax.jit(functools.partial(query_intervals, mask, q_known, **tiles))(kv=kv)
+            of_kv = jax.jit(functools.partial(query_intervals, mask, kv=kv_known, **tiles))(query=q)
+            np.testing.assert_array_equal(of_q, table)
+            np.testing.assert_array_equal(of_kv, table)
         keep = mask_of(mask, q, kv)
         found = np.zeros(len(ids), int)
         for row, part in np.ndindex(len(ids), -(-t // block)):

@@ -24,11 +24,12 @@ from pallas_kernels.mosaic.sm90.instructions import TILE
 def start(consumer: Consumer, state: State) -> tuple[Any, State]:
     """``(first, state)``: the first step to compute, and the state before it.
 
-    The queries of the work tile's first step have arrived. Needs a producer warpgroup, and
-    :attr:`BackwardStatic.exchanges_late`.
+    The queries of the work tile's first step have arrived. A step that is skipped is masked. Needs
+    a producer warpgroup, and :attr:`BackwardStatic.exchanges_late`.
     """
     static, first = consumer.static, consumer.work.steps_before
     assert consumer.intervals is not None
+    assert (static.config.ds_buffers, static.config.block_q) == (3, WARPGROUP_ROWS)
     q_tile, head = read_tile_and_head(static, consumer.refs.memory.scratch, consumer.stage(first))
     end = (q_tile + 1) * static.config.block_q
     skips = consumer.intervals.begin_at(end)
