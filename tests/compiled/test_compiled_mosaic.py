@@ -62,7 +62,7 @@ def report(monkeypatch, capfd):
 
 
 CLUSTER = MosaicConfig(128, 128, 2, cluster=2, v_stages=3, split_softmax=True)
-WIDE_CLUSTER = MosaicConfig(128, 112, 2, cluster=2)
+WIDE_CLUSTER = MosaicConfig(128, 128, 2, cluster=2, split_softmax=True)
 FRESH, SEGMENTS, FULL = {"carried": False}, {"segments": True}, {"full": True}
 PARAMETERS, BOTH = {"numbers": True}, {"numbers": True, "segments": True}
 ROUNDED, LAST = {"rounded": True}, {"carried": False, "rounded": True}
@@ -78,11 +78,13 @@ CALLS = [
         # Thread-block clusters of two.
         FULL | {"config": CLUSTER}, ROUNDED,
     )),
-    # Of multi-head latent attention, 112 keys, 64, and the widest.
+    # Of multi-head latent attention, 112 keys, 64, and the widest; then 128 keys.
     ("forward", 192, FULL | {"value_dim": 128}), ("forward", 192, BOTH), ("forward", 256, FULL),
     *(("forward", 192, options) for options in (
-        LAST, ROUNDED, LAST | SEGMENTS, LAST | PARAMETERS, LAST | {"config": WIDE_CLUSTER},
-        FRESH | {"config": WIDE_CLUSTER},
+        LAST, ROUNDED, LAST | SEGMENTS, LAST | PARAMETERS,
+    )),
+    *(("forward", 160, options) for options in (
+        LAST | SEGMENTS, LAST | PARAMETERS, LAST | {"config": WIDE_CLUSTER},
     )),
     # Tiles of 128 queries, then of 64.
     *(("backward", 64, options) for options in (
@@ -112,10 +114,10 @@ CALLS = [
 STACK = {
     ("forward", 64): {"full+rounded": 8},
     ("forward", 128): {"full+rounded": 24, "full+cluster": 8},
+    ("forward", 160): {"no_carried+rounded+segments": 8},
     ("forward", 192): {
-        "full+128": 8, "no_carried+rounded": 8, "rounded": 8, "no_carried+rounded+segments": 24,
-        "no_carried+rounded+numbers": 24, "no_carried+rounded+cluster": 40,
-        "no_carried+cluster": 48,
+        "full+128": 8, "no_carried+rounded": 8, "rounded": 8, "no_carried+rounded+segments": 16,
+        "no_carried+rounded+numbers": 24,
     },
     ("backward", 128): {"causal": 40, "added+mask": 8, "no_carried+rounded+segments": 64},
     ("backward", 64): {

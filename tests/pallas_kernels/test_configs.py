@@ -300,7 +300,11 @@ def test_long_plain_masks_use_clusters(monkeypatch, equal_registers):
         (128, 16384, {"right": 0}, True, 128),
         (128, 16384, {"left": 500, "right": 0}, False, 128),
         (128, 1024, {}, False, 128),
-        (256, 16384, {}, False, 128),
+        (160, 4096, {}, False, 256),
+        (160, 16384, {"right": 0}, False, 256),
+        (192, 16384, {}, False, 128),
+        (192, 16384, {"right": 0}, False, 128),
+        (256, 16384, {"right": 0}, False, 128),
         (64, 16384, {}, False, 192),
     ):
         x: Any = jax.ShapeDtypeStruct((1, length, 2, dim), jnp.bfloat16)

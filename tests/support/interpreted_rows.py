@@ -67,12 +67,21 @@ def fresh_zeros(shape):
     return constant(shape, 0, TILE)
 
 
+def _add_part(total, x, half):
+    """To rows 0 to 7 of every 16, or 8 to 15."""
+    of_half = jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half
+    return total + jnp.where(of_half, jnp.where(of_half[:, None], x, 0).sum(1), 0) / THREADS_OF_ROW
+
+
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
 RULES = {
     "_exp2_of_first": functools.partial(_exp2_of_half, half=0),
     "_exp2_of_second": functools.partial(_exp2_of_half, half=1),
     "_known_after": lambda m, acc: m,
     "_add_parts": lambda total, x: total + x.sum(1) / THREADS_OF_ROW,
+    "_add_part_of_first": functools.partial(_add_part, half=0),
+    "_add_part_of_second": functools.partial(_add_part, half=1),
+    "_known_by_warp_after": lambda condition, total: condition,
     "_sum_parts": lambda total: total * THREADS_OF_ROW,
     "_raised": _raised,
     "_rescale_rows": lambda x, factors: x * factors[:, None],

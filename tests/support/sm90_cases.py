@@ -33,7 +33,9 @@ LATENT, WIDE_DETERMINISTIC = (
     for forward, keys, deterministic in ((128, 128, False), (112, 64, True))
 )
 # The largest forward tiles of such heads, and a backward that supports all terms of the scores.
-WIDE = mosaic_sm90(MosaicConfig(128, 112, 2), MosaicConfig(64, 64, 2, wide=True))
+WIDE = mosaic_sm90(
+    MosaicConfig(128, 112, 2, split_softmax=True), MosaicConfig(64, 64, 2, wide=True)
+)
 # One consumer accumulates dV, the other dK.
 SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
     mosaic_sm90(

@@ -32,7 +32,7 @@ LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
 # Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
 WIDEST_NARROW_HEAD_DIM = 128
 WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
-# Keys of the forward kernel's tiles where values have more than 128 lanes, if registers allow it.
+# Keys of the forward kernel's tiles where values have more than 160 lanes, if registers allow it.
 LARGE_WIDE_BLOCK_KV = 112
 # Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
 SPLIT_BLOCK_KV = 96
@@ -108,6 +108,14 @@ class MosaicConfig:
             raise ValueError(
                 f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
             )
+
+    @property
+    def sums_early(self) -> bool:
+        """Forward: whether the first half's weights are summed before the wait for ``p v``.
+
+        With 112 keys the assembler would otherwise compute all exponentials after the wait.
+        """
+        return self.split_softmax and self.block_kv == LARGE_WIDE_BLOCK_KV
 
     @property
     def dq_by_rows(self) -> bool:
@@ -223,14 +231,17 @@ def forward_config(
         return MosaicConfig(128, 128 if moves_registers() else 96, 2)
     if needs_registers:
         return MosaicConfig(128, 64, 2)
-    return MosaicConfig(128, LARGE_WIDE_BLOCK_KV if moves_registers() else 96, 2)
+    if not moves_registers():
+        return MosaicConfig(128, 96, 2)
+    return MosaicConfig(128, 128 if widest <= 160 else LARGE_WIDE_BLOCK_KV, 2)
 
 
 def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
     """CTAs per cluster of the forward kernel, for masks that depend on positions only.
 
     Sharing KV tiles saves L2 traffic, which matters where matrix products keep an SM busy. The two
-    CTAs also wait for each other: with a causal mask it pays for long sequences.
+    CTAs also wait for each other: with a causal mask it pays for long sequences, above head dim 160
+    for none.
 
     Args:
       head_dim: the larger of H and Hv.
@@ -238,8 +249,8 @@ def forward_cluster(head_dim: int, is_causal: bool, length: int) -> int:
       length: the smaller of T and S.
     """
     if is_causal:
-        return 2 if head_dim > 64 and length >= 16384 else 1
-    return 2 if 96 < head_dim <= 192 and length >= 4096 else 1
+        return 2 if 64 < head_dim <= 160 and length >= 16384 else 1
+    return 2 if 96 < head_dim <= 160 and length >= 4096 else 1
 
 
 def plain_forward_config(
@@ -266,12 +277,11 @@ def plain_forward_config(
     return for_this_jax(config)
 
 
-def softmax_split(head_dim: int, block_kv: int, needs_registers: bool) -> dict[str, Any] | None:
+def softmax_split(head_dim: int, needs_registers: bool) -> dict[str, Any] | None:
     """The change of a forward config that computes exponentials by halves of the rows.
 
     Args:
       head_dim: the larger of H and Hv.
-      block_kv: keys per tile.
       needs_registers: whether the call has dropout, a soft cap, a bias or a user function.
 
     Returns:
@@ -280,8 +290,7 @@ def softmax_split(head_dim: int, block_kv: int, needs_registers: bool) -> dict[s
     if 96 < head_dim <= 128:
         # Values need a third stage to be free earlier, between two halves of a softmax.
         return {"split_softmax": True, "v_stages": 3}
-    # With tiles of 112 keys the assembler computes both halves after the wait.
-    gains = 128 < head_dim <= 192 and block_kv != LARGE_WIDE_BLOCK_KV and not needs_registers
+    gains = 128 < head_dim <= 192 and not needs_registers
     return {"split_softmax": True} if gains else None
 
 

@@ -407,6 +407,8 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         if splits:
             p, m, shrink = forward_scores.first_half(*of_step, scores, state.m, masked)
             total = state.total * shrink
+            if static.config.sums_early:
+                total = row_halves.add_part(total, p, 0)
         else:
             p, m, total, shrink = forward_scores.update_softmax(
                 *of_step, scores, state.m, state.total, masked
@@ -414,7 +416,10 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         if static.copies_late:
             _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for p v before the exponentials.
-        _wait_for_keys(consumer, step + 1)
+        exists = step + 1 < consumer.work.steps
+        if splits and static.config.sums_early:
+            exists = row_halves.known_by_warp_after(exists, total)
+        _wait_for_keys(consumer, step + 1, exists)
         acc = wait()
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
@@ -467,10 +472,10 @@ def _issue_scores(consumer: Consumer, scores_ref: Any, stage: Any) -> None:
     plgpu.wgmma(scores_ref, queries, keys_t)
 
 
-def _wait_for_keys(consumer: Consumer, step: Any) -> None:
+def _wait_for_keys(consumer: Consumer, step: Any, exists: Any = None) -> None:
     """Waits until the keys of a step have arrived, if there is such a step."""
 
-    @pl.when(step < consumer.work.steps)
+    @pl.when(step < consumer.work.steps if exists is None else exists)
     def _():
         plgpu.barrier_wait(consumer.refs.memory.k_arrived.at[consumer.stage(step)])
 

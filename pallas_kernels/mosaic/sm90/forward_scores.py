@@ -226,7 +226,11 @@ def second_half(
       total: float32 ``[64]``, each thread's part of the sum of weights over the tiles before.
     """
     p = row_halves.exp2_of_half(half, m, consumer.static.base_2_factor, 1)
-    return consumer.tile(step).without_dropped(p), row_halves.add_parts(total, p)
+    if consumer.static.config.sums_early:
+        total = row_halves.add_part(total, p, 1)
+    else:
+        total = row_halves.add_parts(total, p)
+    return consumer.tile(step).without_dropped(p), total
 
 
 def _next_maximum(

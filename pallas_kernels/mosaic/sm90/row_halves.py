@@ -75,6 +75,22 @@ def add_parts(total: jax.Array, x: jax.Array) -> jax.Array:
     return run(_add_parts)(total, x)
 
 
+def add_part(total: jax.Array, x: jax.Array, half: int) -> jax.Array:
+    """:func:`add_parts` in half of the rows, 0 or 1."""
+    run = plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=like(total, ROWS))
+    return run(_add_part_of_second if half else _add_part_of_first)(total, x)
+
+
+def known_by_warp_after(condition: jax.Array, total: jax.Array) -> jax.Array:
+    """``condition``, the same in all threads of a warp, known only after the first half's total.
+
+    Without the vote the branch on it would seem to diverge, and uniform registers would be lost.
+    """
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), SCALAR)
+    run = plgpu.inline_mgpu(arg_types=(SCALAR, ROWS), return_type=result)
+    return run(_known_by_warp_after)(condition.astype(jnp.int32), total) != 0
+
+
 def sum_parts(total: jax.Array) -> jax.Array:
     """The rows' sums, float32 ``[64]``, from those of each thread."""
     return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=like(total, ROWS))(_sum_parts)(total)
@@ -118,13 +134,42 @@ def _known_after(_, m, acc):
 
 
 def _add_parts(_, total, x):
+    return _add(total, x, halves=(0, 1))
+
+
+def _add_part_of_first(_, total, x):
+    return _add(total, x, halves=(0,))
+
+
+def _add_part_of_second(_, total, x):
+    return _add(total, x, halves=(1,))
+
+
+def _add(total, x, halves):
     by_row, sums = x.registers.reshape(-1, 2), []
     for row, register in enumerate(total.registers.flat):
-        # Two sums at a time, so that an addition need not wait for the one before.
-        columns = [[element(register, i) for register in by_row[:, row]] for i in range(2)]
-        part = arith.addf(*(functools.reduce(arith.addf, column) for column in columns))
-        sums.append(arith.addf(element(register, 0), part))
+        value = element(register, 0)
+        if row in halves:
+            # Two sums at a time, so that an addition need not wait for the one before.
+            columns = [[element(register, i) for register in by_row[:, row]] for i in range(2)]
+            part = arith.addf(*(functools.reduce(arith.addf, column) for column in columns))
+            value = arith.addf(value, part)
+        sums.append(value)
     return with_rows(total, sums)
+
+
+def _known_by_warp_after(_, condition, total):
+    i32 = ir.IntegerType.get_signless(32)
+    value: Any = llvm.inline_asm(
+        i32, [condition.registers.item(), element(total.registers.flat[0], 0)],
+        "{ .reg .b32 bits, sum; .reg .pred p; mov.u32 bits, %ctaid.z; mov.b32 sum, $2; "
+        "and.b32 bits, bits, sum; or.b32 bits, $1, bits; setp.ne.b32 p, bits, 0; "
+        "vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+        "=r,r,f", has_side_effects=True,
+    )  # fmt: skip
+    return FragmentedArray(
+        _registers=np.asarray(value, dtype=object), _layout=condition.layout, _is_signed=True
+    )
 
 
 def _sum_parts(_, total):

@@ -152,7 +152,7 @@ class ForwardStatic(Sm90Static):
         widest = max(self.head_dim, self.value_dim)
         changes: list[dict[str, Any]] = [{"v_stages": 3}]
         if self.config.producer_warpgroup:
-            split = softmax_split(widest, self.config.block_kv, self.needs_registers)
+            split = softmax_split(widest, self.needs_registers)
             changes = [] if split is None else [split]
         elif widest <= 64:
             # A short step's critical path is its softmax: copies should start after it.
