@@ -131,6 +131,9 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"
     ),
     "wide_slopes": a_case("causal", "zigzag", 1, (2, 1), (134, 230), 192, "bfloat16", "both"),
+    "tile_mask": a_case(
+        "full", "contiguous", 1, (2, 1), (136, 264), 64, "bfloat16", "none", functions="tile_mask"
+    ),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -141,6 +144,7 @@ WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled", "late_own_key
 LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
+    ("tile_mask", KERNELS),
     ("late", KERNELS),
     ("documents", KERNELS),
     ("key_intervals", KERNELS),
