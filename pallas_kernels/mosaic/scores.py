@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dropout import score_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, both
 from pallas_kernels.mosaic.fragments import along_columns, along_rows, constant, fma, i32, tanh
@@ -146,8 +147,10 @@ class ScoreTile(NamedTuple):
         intercept = plgpu.layout_cast(jnp.full(positions.shape, line[1]), layout)
         return fma(line[0], positions, intercept, layout)
 
-    def dropout_factors(self) -> jax.Array | None:
+    def dropout_factors(self, unit: float | None = None) -> jax.Array | None:
         """The factors by which dropout multiplies the tile's weights; None without dropout.
+
+        ``unit``: of the weights that are kept; None is :attr:`Dropout.unit`.
 
         With products the compiler adds nothing. For a select between weights and 0 it may first
         round the weights to 16 bits, and then unpack pairs of them.
@@ -155,12 +158,24 @@ class ScoreTile(NamedTuple):
         kept, dropout = self._kept(), self.static.spec.dropout
         if kept is None or dropout is None:
             return None
-        return jnp.where(kept, constant(self.shape, dropout.unit, self.layouts.tile), 0.0)
+        unit = dropout.unit if unit is None else unit
+        return jnp.where(kept, constant(self.shape, unit, self.layouts.tile), 0.0)
 
     def without_dropped(self, weights: jax.Array) -> jax.Array:
         """The weights, 0 where dropped; those that are kept are not scaled."""
         kept = self._kept()
         return weights if kept is None else jnp.where(kept, weights, 0.0)
+
+    def dropout_hashes(self) -> jax.Array | None:
+        """:func:`pallas_kernels.dropout.score_hashes` of the tile; None without dropout."""
+        hashes = self.inputs.dropout
+        if hashes is None:
+            return None
+        _, columns = self._slices()
+        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
+        at_rows = self._over_rows(self._row_hashes(hashes))
+        at_columns = self._over_columns(load_tokens(of_columns, columns, self.layouts.columns))
+        return score_hashes(at_rows, at_columns)
 
     def product_gradients(self, raw: jax.Array, weights: jax.Array, ds: jax.Array) -> jax.Array:
         """Gradients of the scaled products.
@@ -279,14 +294,10 @@ class ScoreTile(NamedTuple):
         return _allowed_parts(self.shape, entries, self.layouts.tile, axis)
 
     def _kept(self) -> jax.Array | None:
-        hashes, dropout = self.inputs.dropout, self.static.spec.dropout
+        hashes, dropout = self.dropout_hashes(), self.static.spec.dropout
         if hashes is None or dropout is None:
             return None
-        _, columns = self._slices()
-        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
-        at_rows = self._over_rows(self._row_hashes(hashes))
-        at_columns = self._over_columns(load_tokens(of_columns, columns, self.layouts.columns))
-        return dropout.kept(*self._oriented(at_rows, at_columns))
+        return hashes >= jnp.int32(dropout.threshold)
 
     def _row_hashes(self, hashes: DropoutHashes) -> jax.Array:
         """Hashes of the tile's rows, kept or loaded."""

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.score_inputs import (
     TokenArrays,
 )
 from pallas_kernels.mosaic.scores import RowValues, ScoreTile
-from pallas_kernels.mosaic.sm90 import soft_cap
+from pallas_kernels.mosaic.sm90 import dropping, soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
@@ -316,8 +316,10 @@ def logit_gradients(
     Args:
       consumer: the keys.
       weights: float32, ``2^(score - lse)``.
-      dp: float32, ``v dO^T``.
+      dp: float32, ``v dO^T``, times dropout's factors.
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
-    dp = dp * consumer.static.spec.score.scale if consumer.static.scale_in_ds else dp
+    static = consumer.static
+    if static.scale_in_ds and not dropping.factors_have_scale(static):
+        dp = dp * static.spec.score.scale
     return weights * (dp - along_columns(delta, weights.shape))

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     proxy_fence,
 )
-from pallas_kernels.mosaic.sm90 import instructions
+from pallas_kernels.mosaic.sm90 import dropping, instructions
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     add_dq,
     add_per_head_sums,
@@ -271,7 +271,7 @@ def weights(
         with_derivative = score.through_cap(jnp.maximum(capped, -1), p)
     else:
         return Weights(_weights_and_derivative(consumer, masked, data, load_products)[0])
-    factors = consumer.tile(data.at).dropout_factors()
+    factors = consumer.tile(data.at).dropout_factors(dropping.unit(static))
     used = (p if factors is None else p * factors).astype(static.dtype)
     rounded = p.astype(static.dtype) if score.differentiated else None
     return optimization_barrier(Weights(with_derivative, used, rounded))
@@ -302,7 +302,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static, (p, used, rounded) = consumer.static, of_step
-    factors = consumer.tile(data.at).dropout_factors()
+    factors = consumer.tile(data.at).dropout_factors(dropping.unit(static))
     if used is None:
         used = p if factors is None else p * factors
     dp = dp if factors is None else dp * factors

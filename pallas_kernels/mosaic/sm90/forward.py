@@ -402,14 +402,12 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
-        of_step, splits = (consumer, step), static.config.split_softmax
-        if splits:
-            p, m, shrink = forward_scores.first_half(*of_step, scores, state.m, masked)
-            total = state.total * shrink
+        softmax, half = (consumer, step, scores, state.m, state.total, masked), None
+        if static.config.split_softmax:
+            half = forward_scores.first_half(*softmax)
+            p, m, total, shrink, _ = half
         else:
-            p, m, total, shrink = forward_scores.update_softmax(
-                *of_step, scores, state.m, state.total, masked
-            )
+            p, m, total, shrink = forward_scores.update_softmax(*softmax)
         if static.copies_late:
             _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for p v before the exponentials.
@@ -418,12 +416,12 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
-        late_m = row_halves.known_after(m, acc) if splits else m
+        late_m = m if half is None else row_halves.known_after(m, acc)
         consumer.free_stage(memory.v_free, v_stage)
         # Most tiles raise no m: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
-        if splits:
-            p, total = forward_scores.second_half(*of_step, p, late_m, total)
+        if half is not None:
+            p, total = forward_scores.second_half(consumer, half._replace(p=p, m=late_m))
         return _State(p.astype(static.dtype), acc, m, total)
 
     return pl.run_scoped(products, *forward_scores.accumulators(static))

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm90 import row_halves, row_maximum, soft_cap
+from pallas_kernels.mosaic.sm90 import dropping, row_halves, row_maximum, soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -189,37 +189,59 @@ def update_softmax(
         total = row_halves.add_parts(total * shrink, p)
     else:
         total = total * shrink + p.sum(axis=1)
-    p = consumer.tile(step).without_dropped(p)
+    hashes = consumer.tile(step).dropout_hashes()
+    for half in range(2):
+        p = _without_dropped(consumer, p, hashes, half)
     return optimization_barrier(p, m_next, total, shrink)
 
 
-def first_half(
-    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first half of :func:`update_softmax`, with the same arguments.
+class FirstHalf(NamedTuple):
+    """What :func:`first_half` computes.
 
-    Returns:
-      ``(weights and scores, m, shrink)``: the weights of half of the rows, the others' scores.
+    Attributes:
+      p: float32 ``[64, block_kv]``, the weights of half of the rows, 0 where dropped, and the
+        others' scores.
+      m: float32 ``[64]``, the new m.
+      total: float32 ``[64]``, each thread's part of the sum of weights.
+      shrink: float32 ``[64]``, the factor for sums over the tiles before.
+      hashes: of the tile's weights; None without dropout.
     """
+
+    p: jax.Array
+    m: jax.Array
+    total: jax.Array
+    shrink: jax.Array
+    hashes: jax.Array | None
+
+
+def first_half(
+    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, total: jax.Array, masked: bool
+) -> FirstHalf:
+    """The first half of :func:`update_softmax`, with the same arguments."""
     scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
     half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
-    return optimization_barrier(half, m_next, shrink)
+    half, m_next, shrink = optimization_barrier(half, m_next, shrink)
+    total, hashes = total * shrink, consumer.tile(step).dropout_hashes()
+    if hashes is not None:
+        total = row_halves.add_parts_of_half(total, half, 0)
+        half = _without_dropped(consumer, half, hashes, 0)
+    return FirstHalf(half, m_next, total, shrink, hashes)
 
 
-def second_half(
-    consumer: Consumer, step: Any, half: jax.Array, m: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The second half: ``(weights, total)`` from results of :func:`first_half`.
+def second_half(consumer: Consumer, half: FirstHalf) -> tuple[jax.Array, jax.Array]:
+    """The second half: ``(weights, total)``."""
+    p = row_halves.exp2_of_half(half.p, half.m, consumer.static.base_2_factor, 1)
+    if half.hashes is None:
+        return p, row_halves.add_parts(half.total, p)
+    total = row_halves.add_parts_of_half(half.total, p, 1)
+    return _without_dropped(consumer, p, half.hashes, 1), total
 
-    Args:
-      consumer: the queries.
-      step: loop step.
-      half: the weights of half of the rows, the others' scores.
-      m: float32 ``[64]``, the new m.
-      total: float32 ``[64]``, each thread's part of the sum of weights over the tiles before.
-    """
-    p = row_halves.exp2_of_half(half, m, consumer.static.base_2_factor, 1)
-    return consumer.tile(step).without_dropped(p), row_halves.add_parts(total, p)
+
+def _without_dropped(consumer: Consumer, p: jax.Array, hashes: Any, half: int) -> jax.Array:
+    dropout = consumer.static.spec.dropout
+    if hashes is None or dropout is None:
+        return p
+    return dropping.without_dropped(p, hashes, dropout.threshold, half)
 
 
 def _next_maximum(

@@ -75,6 +75,12 @@ def add_parts(total: jax.Array, x: jax.Array) -> jax.Array:
     return run(_add_parts)(total, x)
 
 
+def add_parts_of_half(total: jax.Array, x: jax.Array, half: int) -> jax.Array:
+    """:func:`add_parts` in half of the rows; the others' totals are unchanged."""
+    add = _add_parts_of_second if half else _add_parts_of_first
+    return plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=like(total, ROWS))(add)(total, x)
+
+
 def sum_parts(total: jax.Array) -> jax.Array:
     """The rows' sums, float32 ``[64]``, from those of each thread."""
     return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=like(total, ROWS))(_sum_parts)(total)
@@ -118,12 +124,27 @@ def _known_after(_, m, acc):
 
 
 def _add_parts(_, total, x):
+    return _with_sums(total, x, (0, 1))
+
+
+def _add_parts_of_first(_, total, x):
+    return _with_sums(total, x, (0,))
+
+
+def _add_parts_of_second(_, total, x):
+    return _with_sums(total, x, (1,))
+
+
+def _with_sums(total, x, rows):
     by_row, sums = x.registers.reshape(-1, 2), []
     for row, register in enumerate(total.registers.flat):
-        # Two sums at a time, so that an addition need not wait for the one before.
-        columns = [[element(register, i) for register in by_row[:, row]] for i in range(2)]
-        part = arith.addf(*(functools.reduce(arith.addf, column) for column in columns))
-        sums.append(arith.addf(element(register, 0), part))
+        value = element(register, 0)
+        if row in rows:
+            # Two sums at a time, so that an addition need not wait for the one before.
+            columns = [[element(register, i) for register in by_row[:, row]] for i in range(2)]
+            part = arith.addf(*(functools.reduce(arith.addf, column) for column in columns))
+            value = arith.addf(value, part)
+        sums.append(value)
     return with_rows(total, sums)
 
 
