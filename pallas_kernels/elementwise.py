@@ -149,13 +149,58 @@ def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
     closed = jax.make_jaxpr(function)(*score, *place)
     arguments = tuple(Variable(var.aval) for var in closed.jaxpr.invars)
     operations: list[Operation] = []
-    results = _inlined(closed, arguments, operations)
+    return _needed(arguments, operations, _inlined(closed, arguments, operations))
+
+
+def with_float_distances(traced: Traced) -> Traced:
+    """The function with two more arguments, float32: positions of query and key, from some base.
+
+    Where it converts the distance of the positions to float32, it now subtracts these. So kernels
+    convert positions once per token instead of once per score. It is exact as long as float32 can
+    hold both positions, which a base near them helps.
+    """
+    q, kv = traced.arguments[-2:]
+    floats = {q: _float_variable(), kv: _float_variable()}
+    distances: dict[Any, Variable] = {}
+    converted: dict[Any, Variable] = {}
+    operations: list[Operation] = []
+    for name, operation in ((each.name, each) for each in traced.operations):
+        inputs, (output, *_) = operation.inputs, operation.outputs
+        operands = None
+        if name == "sub" and inputs in ((q, kv), (kv, q)):
+            operands = tuple(floats[x] for x in inputs)
+        elif name in ("abs", "neg") and inputs[0] in distances:
+            operands = (distances[inputs[0]],)
+        elif name == "convert_element_type" and inputs[0] in distances:
+            if output.dtype == jnp.float32:
+                converted[output] = distances[inputs[0]]
+        if operands is not None:
+            distances[output] = _float_variable()
+            operations.append(operation._replace(inputs=operands, outputs=(distances[output],)))
+        read = tuple(converted.get(x, x) if isinstance(x, Variable) else x for x in inputs)
+        operations.append(operation._replace(inputs=read))
+    results = [converted.get(x, x) if isinstance(x, Variable) else x for x in traced.results]
+    return _needed((*traced.arguments, *floats.values()), operations, results)
+
+
+def converts_distances(traced: Traced) -> bool:
+    """Whether :func:`with_float_distances` reads the arguments that it adds."""
+    changed = with_float_distances(traced)
+    return changed.reads(len(changed.arguments) - 1)
+
+
+def _float_variable() -> Variable:
+    return Variable(jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _needed(arguments: Any, operations: list[Operation], results: Any) -> Traced:
+    """Without the operations that no result depends on."""
     needed, kept = set(map(id, results)), []
     for operation in reversed(operations):
         if needed.intersection(map(id, operation.outputs)):
             kept.append(operation)
             needed.update(map(id, operation.inputs))
-    return Traced(arguments, tuple(reversed(kept)), tuple(results))
+    return Traced(tuple(arguments), tuple(reversed(kept)), tuple(results))
 
 
 def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[Any]:
@@ -197,6 +242,7 @@ def on_tiles(
     function: Callable[..., Any],
     *arguments: Any,
     replaced: Mapping[str, Callable[..., Any]],
+    float_positions: Callable[[], tuple[Any, Any]] | None = None,
 ) -> Any:
     """Applies ``function`` to tiles and to what broadcasts against them, inside a kernel.
 
@@ -204,8 +250,11 @@ def on_tiles(
       function: one that a kernel supports (:func:`pallas_kernels.spec.unsupported_functions`).
       *arguments: batch, head and the two positions, preceded by the scores for a ``score_mod``.
       replaced: replacements of operations by name, called with the same parameters.
+      float_positions: loads the arguments that :func:`with_float_distances` adds; None adds none.
     """
-    traced = trace(function, takes_score=len(arguments) == 5)
+    traced, shaped = trace(function, takes_score=len(arguments) == 5), arguments
+    if float_positions is not None and converts_distances(traced):
+        traced, arguments = with_float_distances(traced), (*arguments, *float_positions())
     values = dict(zip(traced.arguments, arguments, strict=True))
 
     def read(atom: Any) -> Any:
@@ -220,6 +269,6 @@ def on_tiles(
         (output,) = operation.outputs
         values[output] = run(*inputs, **operation.params)
     results = tuple(read(atom) for atom in traced.results)
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arguments))
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in shaped))
     results = tuple(jnp.broadcast_to(x, shape) for x in results)
     return results[0] if len(results) == 1 else results

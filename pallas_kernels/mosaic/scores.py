@@ -6,6 +6,7 @@ A feature that a call does not use emits no code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,11 +39,13 @@ class RowValues(NamedTuple):
       tokens: token arrays of the rows; None: they are loaded for each tile.
       dropout: int32 ``[rows]``, hashes of the rows; the same.
       per_head: the head's value of each per-head parameter of logits; the same.
+      line: float32 ``[rows]``, of :class:`LinePositions`, for user functions; the same.
     """
 
     tokens: TokenArrays | None = None
     dropout: jax.Array | None = None
     per_head: dict[str, Any] | None = None
+    line: jax.Array | None = None
 
 
 class ScoreTile(NamedTuple):
@@ -228,12 +231,14 @@ class ScoreTile(NamedTuple):
         tokens = side.load(self.batch, self._slices()[0], self.layouts.rows)
         hashes = self.inputs.dropout
         dropout = None if hashes is None else self._row_hashes(hashes)
-        return self._replace(kept=RowValues(tokens, dropout, self.per_head()))
+        return self._replace(
+            kept=RowValues(tokens, dropout, self.per_head(), self._row_line_positions())
+        )
 
     def keeping_row_positions(self) -> ScoreTile:
         """With the positions of the rows in registers, for several calls that read them."""
-        tokens = TokenArrays(self.row_positions())
-        return self._replace(kept=self.kept._replace(tokens=tokens))
+        tokens, line = TokenArrays(self.row_positions()), self._row_line_positions()
+        return self._replace(kept=self.kept._replace(tokens=tokens, line=line))
 
     def coordinates(self) -> Callable[[slice], ScoreCoordinates]:
         """The coordinates of some of the tile's columns, for user functions."""
@@ -242,9 +247,32 @@ class ScoreTile(NamedTuple):
         place = indices.batch[self.batch], indices.head[self.head]
 
         def of_columns(columns: slice) -> ScoreCoordinates:
-            return ScoreCoordinates(*place, *self.positions(columns), run_on_fragments)
+            floats = functools.partial(self._float_positions, columns)
+            run = functools.partial(
+                run_on_fragments, float_positions=None if self.inputs.line is None else floats
+            )
+            return ScoreCoordinates(*place, *self.positions(columns), run)
 
         return of_columns
+
+    def _float_positions(self, columns: slice) -> tuple[jax.Array, jax.Array]:
+        """``(q, k)``: :class:`LinePositions`, broadcast over some of the tile's columns."""
+        assert self.inputs.line is not None
+        _, at = self._slices(columns)
+        _, of_columns = self._oriented(self.inputs.line.q, self.inputs.line.kv)
+        of_columns = load_tokens(of_columns, at, self.layouts.columns)
+        of_rows, shape = self._row_line_positions(), (self.shape[0], at.size)
+        assert of_rows is not None
+        return self._oriented(
+            self._over_rows(of_rows, shape), self._over_columns(of_columns, shape)
+        )
+
+    def _row_line_positions(self) -> jax.Array | None:
+        """:class:`LinePositions` of the tile's rows, kept or loaded; None if nothing reads them."""
+        if self.kept.line is not None or self.inputs.line is None:
+            return self.kept.line
+        of_rows, _ = self._oriented(self.inputs.line.q, self.inputs.line.kv)
+        return load_tokens(of_rows, self._slices()[0], self.layouts.rows)
 
     def per_head(self) -> dict[str, Any]:
         """The head's value of each per-head parameter of logits."""
