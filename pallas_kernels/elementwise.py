@@ -27,6 +27,7 @@ _NOTHING = (
 # Parameters that hold the jaxpr which an operation calls.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CONTROL_FLOW = ("cond", "scan", "while")
+_TO_FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 class Variable:
@@ -160,26 +161,26 @@ def with_float_distances(traced: Traced) -> Traced:
     hold both positions, which a base near them helps.
     """
     q, kv = traced.arguments[-2:]
-    floats = {q: _float_variable(), kv: _float_variable()}
-    distances: dict[Any, Variable] = {}
-    converted: dict[Any, Variable] = {}
+    floats = {id(q): _float_variable(), id(kv): _float_variable()}
+    # By the id of an int32 distance, and of what it is converted to.
+    distances: dict[int, Variable] = {}
+    converted: dict[int, Variable] = {}
     operations: list[Operation] = []
-    for name, operation in ((each.name, each) for each in traced.operations):
-        inputs, (output, *_) = operation.inputs, operation.outputs
+    for operation in traced.operations:
+        name, places, output = operation.name, [*map(id, operation.inputs)], operation.outputs[0]
         operands = None
-        if name == "sub" and inputs in ((q, kv), (kv, q)):
-            operands = tuple(floats[x] for x in inputs)
-        elif name in ("abs", "neg") and inputs[0] in distances:
-            operands = (distances[inputs[0]],)
-        elif name == "convert_element_type" and inputs[0] in distances:
-            if output.dtype == jnp.float32:
-                converted[output] = distances[inputs[0]]
+        if name == "sub" and places in ([id(q), id(kv)], [id(kv), id(q)]):
+            operands = tuple(floats[place] for place in places)
+        elif name in ("abs", "neg") and places[0] in distances:
+            operands = (distances[places[0]],)
+        elif places[0] in distances and (name, output.dtype) == _TO_FLOAT32:
+            converted[id(output)] = distances[places[0]]
         if operands is not None:
-            distances[output] = _float_variable()
-            operations.append(operation._replace(inputs=operands, outputs=(distances[output],)))
-        read = tuple(converted.get(x, x) if isinstance(x, Variable) else x for x in inputs)
+            made = distances[id(output)] = _float_variable()
+            operations.append(operation._replace(inputs=operands, outputs=(made,)))
+        read = tuple(converted.get(id(x), x) for x in operation.inputs)
         operations.append(operation._replace(inputs=read))
-    results = [converted.get(x, x) if isinstance(x, Variable) else x for x in traced.results]
+    results = [converted.get(id(x), x) for x in traced.results]
     return _needed((*traced.arguments, *floats.values()), operations, results)
 
 
