@@ -117,7 +117,8 @@ STACK = {
         "no_carried+rounded+numbers": 24, "no_carried+rounded+cluster": 40,
         "no_carried+cluster": 48,
     },
-    ("backward", 128): {"causal": 40, "added+mask": 8, "no_carried+rounded+segments": 64},
+    ("backward", 128): {
+        "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64},
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48,
