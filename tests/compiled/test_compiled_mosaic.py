@@ -121,7 +121,7 @@ STACK = {
         "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64},
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
-        "no_carried+rounded+deterministic": 48,
+        "no_carried+rounded+deterministic": 48, "score+mask+numbers+segments": 8,
     },
     ("backward", 192): {
         "no_carried+rounded+128": 8, "numbers+segments+128": 136,
