@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
@@ -250,10 +251,18 @@ class BackwardStatic(Sm90Static):
         return super().masks_by_arrays and not self.has_intervals
 
     @property
+    def needs_registers(self) -> bool:
+        """See :func:`needs_registers`. A ``mask_mod`` alone leaves enough for rounded gradients."""
+        others = self.masks_by_arrays or self.deterministic or self.config.wide
+        enough = self.rounds_dkv and self.config.producer_warpgroup and not others
+        spec = dataclasses.replace(self.spec, mask=Mask()) if enough else self.spec
+        return needs_registers(spec, self.has_bias)
+
+    @property
     def zeroes_padding(self) -> bool:
         """See :attr:`Sm90Static.zeroes_padding`."""
-        needs_zeros = backward_needs_zeros(self.spec, self.has_bias, self.deterministic)
-        return super().zeroes_padding and not needs_zeros
+        given = self.spec, self.has_bias, self.deterministic
+        return super().zeroes_padding and not backward_needs_zeros(*given)
 
     @property
     def rounds_dkv(self) -> bool:
@@ -275,8 +284,8 @@ class BackwardStatic(Sm90Static):
             return False
         if self.config.splits_gradients:
             return self.dkv_dtype == self.dtype
-        fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
-        return self.dkv_dtype == self.dtype and fit and not self.needs_registers
+        whole = self.head_dim % WARPGROUP_ROWS == self.value_dim % WARPGROUP_ROWS == 0
+        return self.dkv_dtype == self.dtype and whole and not self.needs_registers
 
     @property
     def written_dkv_dtype(self) -> np.dtype:
@@ -285,8 +294,7 @@ class BackwardStatic(Sm90Static):
         float32 gradients leave through dQ's staging buffer. Where that holds int32, their bits are
         written as int32.
         """
-        as_bits = self.deterministic and not self.rounds_dkv
-        return np.dtype(np.int32) if as_bits else self.dkv_dtype
+        return self.dkv_dtype if self.rounds_dkv or not self.deterministic else np.dtype(np.int32)
 
     @property
     def stages_dv_in_values(self) -> bool:
@@ -299,8 +307,7 @@ class BackwardStatic(Sm90Static):
     @property
     def barrier_counts(self) -> BackwardBarriers:
         """Number of barriers of each kind."""
-        options = self.stages_dv_in_values, self.zeroes_padding
-        return BackwardBarriers.counts(self.config, *options)
+        return BackwardBarriers.counts(self.config, self.stages_dv_in_values, self.zeroes_padding)
 
     @property
     def dkv_lanes(self) -> int:
@@ -375,9 +382,8 @@ class BackwardStatic(Sm90Static):
         96. What takes registers leaves none for it. Consumers that start copies gain by it only
         with masks, and where each head of keys has one of queries.
         """
-        wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
         plain = not self.needs_registers and not self.masks_by_arrays
-        gains = head_dim > 96 and not wide
+        gains = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
         if not self.config.producer_warpgroup:
             gains = gains and self.needs_mask and self.groups == 1
         return gains and plain
@@ -473,22 +479,16 @@ class BackwardStatic(Sm90Static):
     @property
     def work_tiles(self) -> WorkTiles:
         """One per KV tile of every key/value head."""
-        persistent = backward_is_persistent(
-            self.config,
-            max(self.head_dim, self.value_dim),
-            # Float32 gradients leave no registers for intervals and a loop over work tiles.
-            self.masks_by_arrays or (self.has_intervals and not self.rounds_dkv),
-            self.needs_registers,
-        )
+        # Float32 gradients leave no registers for intervals and a loop over work tiles.
+        by_arrays = self.masks_by_arrays or (self.has_intervals and not self.rounds_dkv)
+        widest = max(self.head_dim, self.value_dim)
+        persistent = backward_is_persistent(self.config, widest, by_arrays, self.needs_registers)
         return WorkTiles(
-            self.batch,
-            self.kv_heads,
-            self.kv_tiles,
-            last_first=False,
+            self.batch, self.kv_heads, self.kv_tiles, last_first=False,
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=persistent,
             may_be_local=self.may_be_local and (persistent or self.has_intervals),
-        )
+        )  # fmt: skip
 
     @property
     def memory(self) -> BackwardMemory:
