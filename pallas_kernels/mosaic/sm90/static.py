@@ -253,10 +253,15 @@ class BackwardStatic(Sm90Static):
     @property
     def needs_registers(self) -> bool:
         """See :func:`needs_registers`. A ``mask_mod`` alone leaves enough for rounded gradients."""
-        others = self.masks_by_arrays or self.deterministic or self.config.wide
-        enough = self.rounds_dkv and self.config.producer_warpgroup and not others
+        enough = self.rounds_dkv and self.has_few_terms
         spec = dataclasses.replace(self.spec, mask=Mask()) if enough else self.spec
         return needs_registers(spec, self.has_bias)
+
+    @property
+    def has_few_terms(self) -> bool:
+        """See :attr:`KernelStatic.has_few_terms`; in kernels that have registers for them."""
+        lacks = self.config.wide or self.deterministic or not self.config.producer_warpgroup
+        return super().has_few_terms and not lacks
 
     @property
     def zeroes_padding(self) -> bool:
@@ -274,18 +279,16 @@ class BackwardStatic(Sm90Static):
         """Whether the kernel can write dK and dV in ``dkv_dtype``.
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
-        inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
-        user function lack registers for it. Consumers that share keys have one buffer for both,
-        those that split gradients one each.
+        inputs' dtype and a multiple of 64 lanes, and calls with several terms lack registers for
+        it. Consumers that share keys have one buffer for both, those that split gradients one each.
         """
-        if not self.rounds_dkv:
-            return True
-        if self.config.shares_keys:
-            return False
+        if not self.rounds_dkv or self.config.shares_keys:
+            return not self.rounds_dkv
         if self.config.splits_gradients:
             return self.dkv_dtype == self.dtype
         whole = self.head_dim % WARPGROUP_ROWS == self.value_dim % WARPGROUP_ROWS == 0
-        return self.dkv_dtype == self.dtype and whole and not self.needs_registers
+        enough = self.has_few_terms or not self.needs_registers
+        return self.dkv_dtype == self.dtype and whole and enough
 
     @property
     def written_dkv_dtype(self) -> np.dtype:
@@ -382,11 +385,10 @@ class BackwardStatic(Sm90Static):
         96. What takes registers leaves none for it. Consumers that start copies gain by it only
         with masks, and where each head of keys has one of queries.
         """
-        plain = not self.needs_registers and not self.masks_by_arrays
         gains = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
         if not self.config.producer_warpgroup:
             gains = gains and self.needs_mask and self.groups == 1
-        return gains and plain
+        return gains and not (self.needs_registers or self.masks_by_arrays)
 
     @property
     def half_dim(self) -> int:
@@ -403,10 +405,7 @@ class BackwardStatic(Sm90Static):
 
     @property
     def starts_dq_from_zero(self) -> bool:
-        """The same of dQ's accumulator.
-
-        With a producer warpgroup its product starts from zero anyway.
-        """
+        """The same of dQ's accumulator. With a producer its product starts from zero anyway."""
         return not (self.config.producer_warpgroup or self.config.wide)
 
     @property
@@ -416,8 +415,7 @@ class BackwardStatic(Sm90Static):
         Its addresses take registers that fixed point and masks by arrays need.
         """
         _, swizzle = self.memory.ds.transforms
-        plain = not self.deterministic and not self.masks_by_arrays
-        return plain and swizzle.swizzle == 128
+        return swizzle.swizzle == 128 and not (self.deterministic or self.masks_by_arrays)
 
     @property
     def dq_part(self) -> tuple[int, int]:
