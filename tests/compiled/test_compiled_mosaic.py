@@ -93,7 +93,7 @@ CALLS = [
     ("backward", 64, {"mods": "score+mask"} | BOTH),
     *(("backward", 128, options) for options in (
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
-        {"mods": "added+mask"},
+        {"mods": "added+mask"}, *(LAST | x for x in (DROPOUT, {"mods": "mask"}, {"mods": "added"})),
         # With intervals: one work tile per CTA, then a loop over them.
         SEGMENTS, LAST | SEGMENTS,
     )),
@@ -118,7 +118,9 @@ STACK = {
         "no_carried+cluster": 48,
     },
     ("backward", 128): {
-        "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64},
+        "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64,
+        "no_carried+rounded+mask": 8,
+    },
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
         "no_carried+rounded+deterministic": 48, "score+mask+numbers+segments": 8,
