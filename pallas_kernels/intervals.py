@@ -163,7 +163,7 @@ def _rem(xp, _, x, y):
     divisor, zero = xp.maximum(y.high, 1), np.int32(0)
     quotients = [_quotient(xp, a, divisor) for a in x]
     # The results rise by one from one end to the other, unless they start again in between.
-    rises = (y.low == y.high) & (quotients[0] == quotients[1]) & ((x.low >= 0) | (x.high <= 0))
+    rises = (y.low == y.high) & (quotients[0] == quotients[1])
     first, last = (a - q * divisor for a, q in zip(x, quotients, strict=True))
     low = xp.where(rises, first, xp.where(x.low >= 0, zero, 1 - divisor))
     high = xp.where(rises, last, xp.where(x.high <= 0, zero, divisor - 1))

@@ -40,6 +40,8 @@ OTHERS = {
     "hashed": lambda b, h, q, k: (q * 1000003 + k * 77777) % 7 < 3,
     "floats": lambda b, h, q, k: q.astype(jnp.float32) > k.astype(jnp.float32),
     "clipped": lambda b, h, q, k: jnp.clip(q - k, -5, 5) < 3,
+    "shifted": lambda b, h, q, k: lax.shift_right_logical(q - k, jnp.int32(3)) < 4,
+    "remainder": lambda b, h, q, k: lax.rem(q - k, jnp.int32(20)) < 15,
     "array": lambda b, h, q, k: jnp.array([1, 2, 3])[h] > q - k,
 }
 
