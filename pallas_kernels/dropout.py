@@ -59,7 +59,12 @@ class Dropout:
           rows: :func:`row_hashes` of the queries, broadcast against the tile.
           columns: :func:`column_hashes` of the keys, broadcast against the tile.
         """
-        return rows * columns >= jnp.int32(self.threshold)
+        return score_hashes(rows, columns) >= jnp.int32(self.threshold)
+
+
+def score_hashes(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Hashes of scores, of which those from :attr:`Dropout.threshold` on keep their weights."""
+    return rows * columns
 
 
 def row_hashes(seeds: jax.Array, q_positions: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ _NOTHING = (
 # Parameters that hold the jaxpr which an operation calls.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CONTROL_FLOW = ("cond", "scan", "while")
+_TO_FLOAT32 = "convert_element_type", np.dtype(np.float32)
 
 
 class Variable:
@@ -149,13 +150,58 @@ def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
     closed = jax.make_jaxpr(function)(*score, *place)
     arguments = tuple(Variable(var.aval) for var in closed.jaxpr.invars)
     operations: list[Operation] = []
-    results = _inlined(closed, arguments, operations)
+    return _needed(arguments, operations, _inlined(closed, arguments, operations))
+
+
+def with_float_distances(traced: Traced) -> Traced:
+    """The function with two more arguments, float32: positions of query and key, from some base.
+
+    Where it converts the distance of the positions to float32, it now subtracts these. So kernels
+    convert positions once per token instead of once per score. It is exact as long as float32 can
+    hold both positions, which a base near them helps.
+    """
+    q, kv = traced.arguments[-2:]
+    floats = {id(q): _float_variable(), id(kv): _float_variable()}
+    # By the id of an int32 distance, and of what it is converted to.
+    distances: dict[int, Variable] = {}
+    converted: dict[int, Variable] = {}
+    operations: list[Operation] = []
+    for operation in traced.operations:
+        name, places, output = operation.name, [*map(id, operation.inputs)], operation.outputs[0]
+        operands = None
+        if name == "sub" and places in ([id(q), id(kv)], [id(kv), id(q)]):
+            operands = tuple(floats[place] for place in places)
+        elif name in ("abs", "neg") and places[0] in distances:
+            operands = (distances[places[0]],)
+        elif places[0] in distances and (name, output.dtype) == _TO_FLOAT32:
+            converted[id(output)] = distances[places[0]]
+        if operands is not None:
+            made = distances[id(output)] = _float_variable()
+            operations.append(operation._replace(inputs=operands, outputs=(made,)))
+        read = tuple(converted.get(id(x), x) for x in operation.inputs)
+        operations.append(operation._replace(inputs=read))
+    results = [converted.get(id(x), x) for x in traced.results]
+    return _needed((*traced.arguments, *floats.values()), operations, results)
+
+
+def converts_distances(traced: Traced) -> bool:
+    """Whether :func:`with_float_distances` reads the arguments that it adds."""
+    changed = with_float_distances(traced)
+    return changed.reads(len(changed.arguments) - 1)
+
+
+def _float_variable() -> Variable:
+    return Variable(jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _needed(arguments: Any, operations: list[Operation], results: Any) -> Traced:
+    """Without the operations that no result depends on."""
     needed, kept = set(map(id, results)), []
     for operation in reversed(operations):
         if needed.intersection(map(id, operation.outputs)):
             kept.append(operation)
             needed.update(map(id, operation.inputs))
-    return Traced(arguments, tuple(reversed(kept)), tuple(results))
+    return Traced(tuple(arguments), tuple(reversed(kept)), tuple(results))
 
 
 def _inlined(closed: Any, arguments: Any, operations: list[Operation]) -> list[Any]:
@@ -197,6 +243,7 @@ def on_tiles(
     function: Callable[..., Any],
     *arguments: Any,
     replaced: Mapping[str, Callable[..., Any]],
+    float_positions: Callable[[], tuple[Any, Any]] | None = None,
 ) -> Any:
     """Applies ``function`` to tiles and to what broadcasts against them, inside a kernel.
 
@@ -204,8 +251,11 @@ def on_tiles(
       function: one that a kernel supports (:func:`pallas_kernels.spec.unsupported_functions`).
       *arguments: batch, head and the two positions, preceded by the scores for a ``score_mod``.
       replaced: replacements of operations by name, called with the same parameters.
+      float_positions: loads the arguments that :func:`with_float_distances` adds; None adds none.
     """
-    traced = trace(function, takes_score=len(arguments) == 5)
+    traced, shaped = trace(function, takes_score=len(arguments) == 5), arguments
+    if float_positions is not None and converts_distances(traced):
+        traced, arguments = with_float_distances(traced), (*arguments, *float_positions())
     values = dict(zip(traced.arguments, arguments, strict=True))
 
     def read(atom: Any) -> Any:
@@ -220,6 +270,6 @@ def on_tiles(
         (output,) = operation.outputs
         values[output] = run(*inputs, **operation.params)
     results = tuple(read(atom) for atom in traced.results)
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arguments))
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in shaped))
     results = tuple(jnp.broadcast_to(x, shape) for x in results)
     return results[0] if len(results) == 1 else results

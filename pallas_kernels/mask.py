@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import intervals
 from pallas_kernels.elementwise import ScoreCoordinates
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -179,8 +180,8 @@ class Mask:
             possible = possible & (kv_first < q.latest_end[:, :, None])
             full = full & (kv_last < q.earliest_end[:, :, None])
         if self.mask_mod is not None:
-            # A mask_mod cannot be evaluated for a whole tile.
-            full = full & False
+            some, every = intervals.tiles_of(self.mask_mod, (q.first, q.last), (kv.first, kv.last))
+            possible, full = possible & some, full & every
         return possible, full
 
     def shards(

@@ -33,6 +33,16 @@ class AttentionSpec:
         """Whether there is a ``score_mod`` or ``mask_mod``."""
         return self.score.score_mod is not None or self.mask.mask_mod is not None
 
+    @property
+    def converts_distances(self) -> bool:
+        """Whether a ``score_mod`` or ``mask_mod`` converts the distance of positions to float32."""
+        functions = (self.score.score_mod, True), (self.mask.mask_mod, False)
+        return any(
+            elementwise.converts_distances(elementwise.trace(function, takes_score=takes_score))
+            for function, takes_score in functions
+            if function is not None
+        )
+
     @classmethod
     def of(
         cls,

@@ -147,7 +147,7 @@ class BlockMaskEntries(NamedTuple):
 
 
 class LinePositions(NamedTuple):
-    """Positions that an affine bias is computed from, float32, relative to the first key's.
+    """Positions in float32, relative to the first key's, for an affine bias or user functions.
 
     Attributes:
       q: ``[T]``, padded to whole tiles.
@@ -168,7 +168,7 @@ class ScoreInputs(NamedTuple):
       dropout: None without dropout.
       blocks: None without a block-sparse mask.
       indices: global batch and head indices; None without user functions.
-      line: None unless :meth:`with_line` was called.
+      line: None unless :meth:`with_line` was called, or user functions convert distances.
     """
 
     q_tokens: TokenArrays
@@ -187,13 +187,14 @@ class ScoreInputs(NamedTuple):
         if inputs.shared.dropout_seeds is not None:
             keys = pad_axis(column_hashes(inputs.kv_positions), 0, lengths[1])
             dropout = DropoutHashes(pad_axis(inputs.dropout_rows, 2, lengths[0]), keys)
-        return cls(
+        scores = cls(
             *_token_arrays(inputs, spec, tiles), inputs.shared.score_parameters, dropout,
             _block_mask_entries(inputs, lengths), inputs.shared.indices,
         )  # fmt: skip
+        return scores.with_line() if spec.converts_distances else scores
 
     def with_line(self) -> ScoreInputs:
-        """The inputs for an affine bias: conversions in a kernel would cost instructions."""
+        """With positions in float32: conversions in a kernel would cost instructions."""
         q, kv = self.q_tokens.positions, self.kv_tokens.positions
         return self._replace(
             line=LinePositions(*((x - kv[0]).astype(jnp.float32) for x in (q, kv)))

@@ -6,6 +6,7 @@ A feature that a call does not use emits no code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dropout import score_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.mask import Mask, both
 from pallas_kernels.mosaic.fragments import along_columns, along_rows, constant, fma, i32, tanh
@@ -26,7 +28,11 @@ from pallas_kernels.mosaic.score_inputs import (
     load_tokens,
 )
 from pallas_kernels.mosaic.static import KernelStatic
-from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
+from pallas_kernels.mosaic.user_functions import (
+    by_column_chunks,
+    column_chunks,
+    run_on_fragments,
+)
 from pallas_kernels.score import LOG2_E
 
 
@@ -37,11 +43,27 @@ class RowValues(NamedTuple):
       tokens: token arrays of the rows; None: they are loaded for each tile.
       dropout: int32 ``[rows]``, hashes of the rows; the same.
       per_head: the head's value of each per-head parameter of logits; the same.
+      line: float32 ``[rows]``, of :class:`LinePositions`, for user functions; the same.
+      place: global indices of batch and head, for user functions; the same.
     """
 
     tokens: TokenArrays | None = None
     dropout: jax.Array | None = None
     per_head: dict[str, Any] | None = None
+    line: jax.Array | None = None
+    place: tuple[Any, Any] | None = None
+
+
+class ColumnValues(NamedTuple):
+    """What is loaded of a tile's columns before its scores are there; None: when it is read.
+
+    Attributes:
+      dropout: int32 ``[columns]``, hashes of the columns.
+      line: float32, of :class:`LinePositions`, by the first column of each chunk.
+    """
+
+    dropout: jax.Array | None = None
+    line: dict[int, jax.Array] | None = None
 
 
 class ScoreTile(NamedTuple):
@@ -59,6 +81,7 @@ class ScoreTile(NamedTuple):
       line: result of :meth:`affine_bias`, for all tiles with these queries; None: it is loaded.
       transposed: whether keys are the rows and queries the columns.
       kept: what is not loaded, because it is in registers.
+      loaded: the same of columns.
       intervals: :class:`pallas_kernels.mosaic.sm90.row_intervals.RowIntervals`, or None.
     """
 
@@ -73,6 +96,7 @@ class ScoreTile(NamedTuple):
     line: tuple[Any, Any] | None = None
     transposed: bool = False
     kept: RowValues = RowValues()
+    loaded: ColumnValues = ColumnValues()
     intervals: Any = None
 
     def raw(
@@ -146,8 +170,10 @@ class ScoreTile(NamedTuple):
         intercept = plgpu.layout_cast(jnp.full(positions.shape, line[1]), layout)
         return fma(line[0], positions, intercept, layout)
 
-    def dropout_factors(self) -> jax.Array | None:
+    def dropout_factors(self, unit: float | None = None) -> jax.Array | None:
         """The factors by which dropout multiplies the tile's weights; None without dropout.
+
+        ``unit``: of the weights that are kept; None is :attr:`Dropout.unit`.
 
         With products the compiler adds nothing. For a select between weights and 0 it may first
         round the weights to 16 bits, and then unpack pairs of them.
@@ -155,12 +181,21 @@ class ScoreTile(NamedTuple):
         kept, dropout = self._kept(), self.static.spec.dropout
         if kept is None or dropout is None:
             return None
-        return jnp.where(kept, constant(self.shape, dropout.unit, self.layouts.tile), 0.0)
+        unit = dropout.unit if unit is None else unit
+        return jnp.where(kept, constant(self.shape, unit, self.layouts.tile), 0.0)
 
     def without_dropped(self, weights: jax.Array) -> jax.Array:
         """The weights, 0 where dropped; those that are kept are not scaled."""
         kept = self._kept()
         return weights if kept is None else jnp.where(kept, weights, 0.0)
+
+    def dropout_hashes(self) -> jax.Array | None:
+        """:func:`pallas_kernels.dropout.score_hashes` of the tile; None without dropout."""
+        hashes = self.inputs.dropout
+        if hashes is None:
+            return None
+        at_rows = self._over_rows(self._row_hashes(hashes))
+        return score_hashes(at_rows, self._over_columns(self._column_hashes(hashes)))
 
     def product_gradients(self, raw: jax.Array, weights: jax.Array, ds: jax.Array) -> jax.Array:
         """Gradients of the scaled products.
@@ -213,23 +248,76 @@ class ScoreTile(NamedTuple):
         tokens = side.load(self.batch, self._slices()[0], self.layouts.rows)
         hashes = self.inputs.dropout
         dropout = None if hashes is None else self._row_hashes(hashes)
-        return self._replace(kept=RowValues(tokens, dropout, self.per_head()))
+        line, place = self._row_line_positions(), self._place()
+        return self._replace(kept=RowValues(tokens, dropout, self.per_head(), line, place))
+
+    def loading_columns(self) -> ScoreTile:
+        """Loads what unmasked scores read of the columns.
+
+        While a product runs, for example: otherwise its results would wait for global memory.
+        """
+        dropout = line = None
+        if self.inputs.dropout is not None:
+            dropout = self._column_hashes(self.inputs.dropout)
+        if self.inputs.line is not None:
+            chunks = column_chunks(self.shape[1])
+            line = {chunk.start: self._column_line_positions(chunk) for chunk in chunks}
+        return self._replace(loaded=ColumnValues(dropout, line))
+
+    def loading_all(self) -> ScoreTile:
+        """:meth:`loading_columns`, and what user functions read of the rows."""
+        kept = self.kept._replace(line=self._row_line_positions(), place=self._place())
+        return self._replace(kept=kept).loading_columns()
 
     def keeping_row_positions(self) -> ScoreTile:
         """With the positions of the rows in registers, for several calls that read them."""
-        tokens = TokenArrays(self.row_positions())
-        return self._replace(kept=self.kept._replace(tokens=tokens))
+        tokens, line = TokenArrays(self.row_positions()), self._row_line_positions()
+        return self._replace(kept=self.kept._replace(tokens=tokens, line=line))
 
     def coordinates(self) -> Callable[[slice], ScoreCoordinates]:
         """The coordinates of some of the tile's columns, for user functions."""
-        indices = self.inputs.indices
-        assert indices is not None
-        place = indices.batch[self.batch], indices.head[self.head]
+        place = self._place()
+        assert place is not None
 
         def of_columns(columns: slice) -> ScoreCoordinates:
-            return ScoreCoordinates(*place, *self.positions(columns), run_on_fragments)
+            floats = functools.partial(self._float_positions, columns)
+            run = functools.partial(
+                run_on_fragments, float_positions=None if self.inputs.line is None else floats
+            )
+            return ScoreCoordinates(*place, *self.positions(columns), run)
 
         return of_columns
+
+    def _place(self) -> tuple[Any, Any] | None:
+        """Global indices of batch and head, kept or loaded; None without user functions."""
+        indices = self.inputs.indices
+        if self.kept.place is not None or indices is None:
+            return self.kept.place
+        return indices.batch[self.batch], indices.head[self.head]
+
+    def _float_positions(self, columns: slice) -> tuple[jax.Array, jax.Array]:
+        """``(q, k)``: :class:`LinePositions`, broadcast over some of the tile's columns."""
+        of_rows, of_columns = self._row_line_positions(), self._column_line_positions(columns)
+        assert of_rows is not None
+        shape = self.shape[0], of_columns.shape[0]
+        return self._oriented(
+            self._over_rows(of_rows, shape), self._over_columns(of_columns, shape)
+        )
+
+    def _column_line_positions(self, columns: slice) -> jax.Array:
+        """:class:`LinePositions` of some of the tile's columns."""
+        if self.loaded.line is not None:
+            return self.loaded.line[columns.start]
+        assert self.inputs.line is not None
+        _, of_columns = self._oriented(self.inputs.line.q, self.inputs.line.kv)
+        return load_tokens(of_columns, self._slices(columns)[1], self.layouts.columns)
+
+    def _row_line_positions(self) -> jax.Array | None:
+        """:class:`LinePositions` of the tile's rows, kept or loaded; None if nothing reads them."""
+        if self.kept.line is not None or self.inputs.line is None:
+            return self.kept.line
+        of_rows, _ = self._oriented(self.inputs.line.q, self.inputs.line.kv)
+        return load_tokens(of_rows, self._slices()[0], self.layouts.rows)
 
     def per_head(self) -> dict[str, Any]:
         """The head's value of each per-head parameter of logits."""
@@ -279,14 +367,10 @@ class ScoreTile(NamedTuple):
         return _allowed_parts(self.shape, entries, self.layouts.tile, axis)
 
     def _kept(self) -> jax.Array | None:
-        hashes, dropout = self.inputs.dropout, self.static.spec.dropout
+        hashes, dropout = self.dropout_hashes(), self.static.spec.dropout
         if hashes is None or dropout is None:
             return None
-        _, columns = self._slices()
-        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
-        at_rows = self._over_rows(self._row_hashes(hashes))
-        at_columns = self._over_columns(load_tokens(of_columns, columns, self.layouts.columns))
-        return dropout.kept(*self._oriented(at_rows, at_columns))
+        return hashes >= jnp.int32(dropout.threshold)
 
     def _row_hashes(self, hashes: DropoutHashes) -> jax.Array:
         """Hashes of the tile's rows, kept or loaded."""
@@ -294,6 +378,13 @@ class ScoreTile(NamedTuple):
             return self.kept.dropout
         of_rows, _ = self._oriented(*hashes.of(self.batch, self.head))
         return load_tokens(of_rows, self._slices()[0], self.layouts.rows)
+
+    def _column_hashes(self, hashes: DropoutHashes) -> jax.Array:
+        """Hashes of the tile's columns."""
+        if self.loaded.dropout is not None:
+            return self.loaded.dropout
+        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
+        return load_tokens(of_columns, self._slices()[1], self.layouts.columns)
 
     def _oriented[T](self, x: T, y: T) -> tuple[T, T]:
         """From (queries, keys) to (rows, columns), or back."""

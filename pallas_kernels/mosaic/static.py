@@ -118,6 +118,15 @@ class KernelStatic[Config: TileConfig]:
         return self.masks_by_tokens or self.has_block_mask
 
     @property
+    def has_few_terms(self) -> bool:
+        """Whether the only options are windows, and dropout or user functions that only add."""
+        score, dropout = self.spec.score, self.spec.dropout
+        arrays = self.has_segments or self.has_kv_bounds or self.has_block_mask or self.has_bias
+        nonlinear = score.has_derivative or score.logits_soft_cap is not None
+        both = dropout is not None and self.spec.calls_functions
+        return not (arrays or nonlinear or both)
+
+    @property
     def bias_is_affine(self) -> bool:
         """Whether the bias is computed as an affine function of key positions.
 

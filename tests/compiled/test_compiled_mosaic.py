@@ -95,7 +95,7 @@ CALLS = [
     ("backward", 64, {"mods": "score+mask"} | BOTH),
     *(("backward", 128, options) for options in (
         {}, FULL, PARAMETERS, DROPOUT | SEGMENTS, RANGES | PARAMETERS, BLOCKS | BOTH,
-        {"mods": "added+mask"},
+        {"mods": "added+mask"}, *(LAST | x for x in (DROPOUT, {"mods": "mask"}, {"mods": "added"})),
         # With intervals: one work tile per CTA, then a loop over them.
         SEGMENTS, LAST | SEGMENTS,
     )),
@@ -119,10 +119,13 @@ STACK = {
         "full+128": 8, "no_carried+rounded": 8, "rounded": 8, "no_carried+rounded+segments": 16,
         "no_carried+rounded+numbers": 24,
     },
-    ("backward", 128): {"causal": 40, "added+mask": 8, "no_carried+rounded+segments": 64},
+    ("backward", 128): {
+        "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64,
+        "no_carried+rounded+mask": 8,
+    },
     ("backward", 64): {
         "causal": 32, "no_carried+rounded+segments": 56, "ranges": 40, "128": 24,
-        "no_carried+rounded+deterministic": 48,
+        "no_carried+rounded+deterministic": 48, "score+mask+numbers+segments": 8,
     },
     ("backward", 192): {
         "no_carried+rounded+128": 8, "numbers+segments+128": 136,

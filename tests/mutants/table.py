@@ -14,6 +14,7 @@ SCHEDULE = "tests/ring/test_schedule.py"
 ROUTE = "tests/ring/test_route.py"
 LOCAL = "tests/pallas_kernels/test_local_attention.py"
 BOUNDS = "tests/pallas_kernels/test_bounds.py"
+INTERVALS = "tests/pallas_kernels/test_intervals.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
@@ -171,7 +172,17 @@ MUTANTS = [
     (MASK, "full = full & (kv_last - q_first <= self.right)", "full = full & (kv_last - q_last <= self.right)", BOUNDS),
     (MASK, "possible = possible & (q_first - kv_last <= self.left)", "possible = possible & (q_last - kv_last <= self.left)",
      BOUNDS),
-    (MASK, "full = full & False", "pass", f"{BOUNDS} {FUNCTIONS}"),
+    (MASK, "possible & some, full & every", "possible & some, full | every", f"{BOUNDS} {FUNCTIONS}"),
+    ("pallas_kernels/intervals.py", "safe = functools.reduce(xp.maximum, sizes) < _SURELY_INT32", "safe = np.bool_(True)", INTERVALS),
+    ("pallas_kernels/intervals.py", "always = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)", "always = (x.low == y.low) & (x.high == y.high)", INTERVALS),
+    ("pallas_kernels/intervals.py", "(quotients[0] == quotients[1])", "(quotients[0] <= quotients[1])", INTERVALS),
+    ("pallas_kernels/intervals.py", "second = xp.minimum(first + np.int32(1), last)", "second = first", INTERVALS),
+    ("pallas_kernels/intervals.py", "low = xp.where(crosses, np.int32(0), xp.minimum(*ends))", "low = xp.minimum(*ends)", INTERVALS),
+    ("pallas_kernels/intervals.py", "known = known & (x.low >= 0)", "pass", INTERVALS),
+    ("pallas_kernels/mosaic/sm90/backward_scores.py", "not dropping.factors_have_scale(static)", "True", f"{SM90} -k dropout"),
+    ("pallas_kernels/mosaic/sm90/backward_epilogue.py", "dv = dv * (1 / static.spec.score.scale)", "pass", f"{SM90} -k dropout"),
+    ("pallas_kernels/mosaic/sm90/forward_scores.py", "return _without_dropped(consumer, p, half.hashes, 1), total", "return p, total", f"{SM90} -k cap_latent"),
+    ("pallas_kernels/mosaic/score_inputs.py", "(x - kv[0])", "(x - x[0])", f"{SM90} -k functions"),
     (TILES, "jnp.where((low == high) & (padded == 0), low, 0)", "jnp.where(low == high, low, 0)",
      BOUNDS),
     (TILES, "possible.reshape(by_group).any(2)", "possible.reshape(by_group).all(2)",
@@ -215,8 +226,8 @@ MUTANTS = [
      "softmax.finish(state.m, total)", SM80),
     ("pallas_kernels/mosaic/sm90/forward.py", "_wait_for_keys(consumer, step + 1, exists)\n        acc",
      "acc", f"{SM90} -k plain"),
-    ("pallas_kernels/mosaic/sm90/forward_scores.py", "row_halves.add_part(total, p, 1)",
-     "row_halves.add_part(total, p, 0)", f"{SM90} -k wide_slopes"),
+    ("pallas_kernels/mosaic/sm90/forward_scores.py", "row_halves.add_part(half.total, p, 1)",
+     "row_halves.add_part(half.total, p, 0)", f"{SM90} -k wide_slopes"),
     ("pallas_kernels/mosaic/sm90/forward_scores.py", "total = total / row_halves.THREADS_OF_ROW", "pass",
      f"{SM90} -k float16-large-tiles"),
     ("pallas_kernels/mosaic/sm90/forward.py", "static.v_stages - 2, last", "static.v_stages - 1, last",

@@ -34,7 +34,7 @@ if ON_GPU:
     FACTORS["lengths"] += ((300, 530), (1000, 1000), (512, 1024))
     FACTORS["head_dim"] += (64, 128)
     # Elsewhere tests/attention/test_functions.py has cases of its own.
-    FACTORS["functions"] = (None, "mask_mod", "functions")
+    FACTORS["functions"] = (None, "mask_mod", "tile_mask", "functions")
 if IMPLEMENTATION == "mosaic_sm90":
     # What this kernel takes, with and without parts of tiles.
     FACTORS["lengths"] = ((48, 48), (24, 56), (8, 8), (304, 528), (1000, 1000), (512, 1024))

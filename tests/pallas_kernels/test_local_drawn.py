@@ -41,7 +41,7 @@ def drawn_case(index):
         "dtype": pick(("bfloat16", "float16")),
         "numbers": pick(("none", "sinks", "slopes", "both")),
         "dropout": pick((0.0, 0.0, 0.2)),
-        "functions": pick((None, None, "mask_mod", "functions")),
+        "functions": pick((None, None, "mask_mod", "tile_mask", "functions")),
     }
     if index % 5 == 4:
         case |= {"lengths": (128, 192), "table": (64, 64, bool(index % 2))}
@@ -49,7 +49,7 @@ def drawn_case(index):
         # Its backward supports values above 128 if keys are, too.
         case |= {"head_dim": case["value_dim"], "value_dim": case["head_dim"]}
     widest = max(case["head_dim"], value_dim(case))
-    if IMPLEMENTATION == "mosaic_sm90" and widest > 64 and case["functions"]:
+    if IMPLEMENTATION == "mosaic_sm90" and widest > 64 and case["functions"] == "functions":
         # The derivative of a score_mod spills registers in its backward above head dim 64.
         case["functions"] = "mask_mod"
     return case

@@ -33,12 +33,14 @@ CASES: list[dict[str, Any]] = [
         ("packed_window_ranges", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "slopes"),
         ("ranges", "contiguous", 1, (2, 1), (72, 136), 64, "bfloat16", "none"),
         ("causal", "striped", 1, (2, 1), (136, 72), 32, "bfloat16", "none", 0.3),
+        ("full", "contiguous", 1, (2, 1), (136, 264), 32, "bfloat16", "none"),
     )
 ]
 CASES[1] |= {"value_dim": 32}
 CASES[2] |= {"value_dim": 40}  # Heads are padded to 32 and 48.
 CASES[4] |= {"value_dim": 96}
 CASES[6] |= {"functions": "functions"}
+CASES[8] |= {"functions": "tile_mask"}
 CASES[7] |= {"lengths": (128, 192), "order": "contiguous", "table": (64, 64, True)}
 # The others are run with the slow tests.
 QUICK = 0, 2, 5

@@ -27,11 +27,20 @@ def mask_mod(batch, head, q_position, kv_position):
     return seen & (q_position % 11 != 5)
 
 
+def tile_mask(batch, head, q_position, kv_position):
+    """A ``mask_mod`` that masks whole blocks of 64 x 64 scores, others not at all."""
+    del batch, head
+    same = (q_position // 64 == kv_position // 64) & (q_position != 70)
+    return same & (q_position < 128)
+
+
 FUNCTIONS = {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
 def called(kind):
-    """The arguments that a case names: "functions" for both, or the name of one."""
+    """The arguments that a case names: "functions" for both, "tile_mask", or the name of one."""
+    if kind == "tile_mask":
+        return {"mask_mod": tile_mask}
     return {name: function for name, function in FUNCTIONS.items() if kind in ("functions", name)}
 
 

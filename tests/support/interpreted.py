@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import instructions, padding, row_halves, row_intervals, row_maximum
+from pallas_kernels.mosaic.sm90 import instructions, padding
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Clocks that asynchronous copies and products use in turn. A race between two of one is missed.
@@ -425,7 +425,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if name == (fragments.__name__, "_rounded_to_int32"):
             (x,) = get_invals()
             return token, [lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int32)]
-        if name[0] in (x.__name__ for x in (fragments, row_halves, row_intervals, row_maximum)):
+        if name[0] in interpreted_rows.MODULES:
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         fetches = "_fetch", "_fetch_with_order", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (

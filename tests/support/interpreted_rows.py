@@ -11,16 +11,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.fragments import constant
+from pallas_kernels.mosaic.sm90 import dropping, row_halves, row_intervals, row_maximum
 from pallas_kernels.mosaic.sm90.instructions import TILE
 from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
 from pallas_kernels.softmax import MARGIN
 
 
+def _of_half(x, half):
+    """True in rows 0 to 7 of every 16, or 8 to 15."""
+    return jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half
+
+
 def _exp2_of_half(x, m, factor, half):
-    """Of rows 0 to 7 of every 16, or 8 to 15."""
-    of_half = (jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half)[:, None]
+    of_half = _of_half(x, half)[:, None]
     return jnp.where(of_half, jnp.exp2(jnp.where(of_half, x, 0) * factor - m[:, None]), x)
+
+
+def _drop(x, hashes, threshold, half):
+    return jnp.where(_of_half(x, half)[:, None] & (hashes < threshold), 0, x)
 
 
 def _raised(m, scores, factor, inverse):
@@ -68,11 +78,10 @@ def fresh_zeros(shape):
 
 
 def _add_part(total, x, half):
-    """To rows 0 to 7 of every 16, or 8 to 15."""
-    of_half = jnp.arange(len(x), dtype=jnp.int32) // 8 % 2 == half
-    return total + jnp.where(of_half, jnp.where(of_half[:, None], x, 0).sum(1), 0) / THREADS_OF_ROW
+    return jnp.where(_of_half(x, half), total + x.sum(1) / THREADS_OF_ROW, total)
 
 
+MODULES = [x.__name__ for x in (dropping, fragments, row_halves, row_intervals, row_maximum)]
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
 RULES = {
     "_exp2_of_first": functools.partial(_exp2_of_half, half=0),
@@ -82,6 +91,8 @@ RULES = {
     "_add_part_of_first": functools.partial(_add_part, half=0),
     "_add_part_of_second": functools.partial(_add_part, half=1),
     "_known_by_warp_after": lambda condition, total: condition,
+    "_drop_in_first": functools.partial(_drop, half=0),
+    "_drop_in_second": functools.partial(_drop, half=1),
     "_sum_parts": lambda total: total * THREADS_OF_ROW,
     "_raised": _raised,
     "_rescale_rows": lambda x, factors: x * factors[:, None],

@@ -90,6 +90,7 @@ CASES = {
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
     # dS changes hands while a step's last products run.
     "late": a_case("causal", "contiguous", 1, (2, 1), (133, 197), 128, "bfloat16", "none"),
+    "dropout": a_case("causal", "contiguous", 1, (2, 1), (72, 133), 64, "bfloat16", "none", 0.3),
     "late_own_keys": a_case("causal", "contiguous", 1, (1, 1), (133, 197), 128, "bfloat16", "none"),
     # JAX 0.12 has a producer warpgroup in the forward alone, and tiles of 96 keys.
     "unmasked": a_case("full", "contiguous", 1, (1, 1), (133, 197), 128, "bfloat16", "none"),
@@ -139,6 +140,9 @@ CASES = {
         "packed_causal", "zigzag", 1, (2, 1), (136, 200), 192, "bfloat16", "none"
     ),
     "wide_slopes": a_case("causal", "zigzag", 1, (2, 1), (134, 230), 192, "bfloat16", "both"),
+    "tile_mask": a_case(
+        "full", "contiguous", 1, (2, 1), (136, 264), 128, "bfloat16", "none", functions="tile_mask"
+    ),
     "functions": a_case(
         "ranges", "zigzag", 1, (2, 2), (72, 136), 64, "bfloat16", "slopes", 0.3,
         functions="functions",
@@ -149,6 +153,8 @@ WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled", "late_own_key
 LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
+    ("tile_mask", KERNELS),
+    ("dropout", KERNELS),
     ("late", KERNELS),
     ("documents", KERNELS),
     ("key_intervals", KERNELS),

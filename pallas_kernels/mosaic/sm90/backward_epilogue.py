@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
-from pallas_kernels.mosaic.sm90 import instructions
+from pallas_kernels.mosaic.sm90 import dropping, instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import BACKWARD_WARPGROUPS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
@@ -149,9 +149,12 @@ def write_dkv(
       buffer: index of a dS buffer that no product reads any more.
       dk: float32, ``dk`` of the loop's state, not yet scaled unless
         :attr:`BackwardStatic.scale_in_ds`.
-      dv: float32, ``dv`` of the loop's state.
+      dv: float32, ``dv`` of the loop's state, times the scale if
+        :func:`dropping.factors_have_scale`.
     """
     width = static.dkv_lanes
+    if dropping.factors_have_scale(static):
+        dv = dv * (1 / static.spec.score.scale)
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
     dv_is_written = static.stages_dv_in_values
     of_values = () if dv_is_written else ((refs.results.dv, dv),)

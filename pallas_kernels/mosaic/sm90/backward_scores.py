@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.score_inputs import (
     TokenArrays,
 )
 from pallas_kernels.mosaic.scores import RowValues, ScoreTile
-from pallas_kernels.mosaic.sm90 import soft_cap
+from pallas_kernels.mosaic.sm90 import dropping, soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
@@ -134,6 +134,17 @@ class Consumer(NamedTuple):
             transposed=not by_queries, kept=self.kept,
         )  # fmt: skip
 
+    def loaded_tile(self, at: StepTile) -> ScoreTile | None:
+        """A step's tile with what a ``score_mod`` reads in registers; None without one.
+
+        While products run: otherwise their results would wait for global memory. Next to dropout
+        there are no registers for it.
+        """
+        spec = self.static.spec
+        if spec.dropout is not None or spec.score.score_mod is None:
+            return None
+        return self.tile(at, self.work.recompute()).loading_all()
+
     def stage(self, step: Any) -> Any:
         """The stage of a step's queries."""
         return lax.rem(step, i32(self.static.stages))
@@ -153,7 +164,7 @@ def read_tile_and_head(static: BackwardStatic, scratch: Any, stage: Any) -> tupl
 
 
 def tile_scores(
-    consumer: Consumer, at: StepTile, products: jax.Array
+    consumer: Consumer, at: StepTile, products: jax.Array, loaded: ScoreTile | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """``(scores, derivative)``.
 
@@ -165,11 +176,12 @@ def tile_scores(
       consumer: the keys.
       at: the step's tile.
       products: float32, ``k q^T``.
+      loaded: :meth:`Consumer.loaded_tile`; None: what is read of tokens is loaded here.
     """
     static, score, derivative = consumer.static, consumer.static.spec.score, None
     scores = score.raw(products, soft_cap.tanh)
     if score.score_mod is not None:
-        tile = consumer.tile(at, consumer.work.recompute())
+        tile = loaded or consumer.tile(at, consumer.work.recompute())
         coordinates = tile.keeping_row_positions().coordinates()
 
         def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:
@@ -316,8 +328,10 @@ def logit_gradients(
     Args:
       consumer: the keys.
       weights: float32, ``2^(score - lse)``.
-      dp: float32, ``v dO^T``.
+      dp: float32, ``v dO^T``, times dropout's factors.
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
-    dp = dp * consumer.static.spec.score.scale if consumer.static.scale_in_ds else dp
+    static = consumer.static
+    if static.scale_in_ds and not dropping.factors_have_scale(static):
+        dp = dp * static.spec.score.scale
     return weights * (dp - along_columns(delta, weights.shape))

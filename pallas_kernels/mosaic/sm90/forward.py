@@ -380,7 +380,8 @@ def _first_step(consumer: Consumer, step: Any) -> _State:
     _free_keys(consumer, consumer.stage(step))
     _free_queries(consumer, step == work.steps - 1)
     m, total = forward_scores.start_softmax(consumer)
-    p, m, total, _ = forward_scores.update_softmax(consumer, step, scores, m, total, masked=True)
+    softmax = consumer, consumer.tile(step), scores, m, total
+    p, m, total, _ = forward_scores.update_softmax(*softmax, masked=True)
     p = p.astype(static.dtype)
     _wait_for_keys(consumer, step + 1)
     acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
@@ -400,36 +401,36 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         wait = instructions.start_product(acc_ref, state.weights, memory.v.at[v_stage])
         if not static.copies_late:
             _copy_ahead(consumer, step, masked)
+        tile = consumer.tile(step)
+        if not masked:
+            # With a mask there are no registers for it.
+            tile = tile.loading_columns()
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
-        of_step, splits = (consumer, step), static.config.split_softmax
-        if splits:
-            p, m, shrink = forward_scores.first_half(*of_step, scores, state.m, masked)
-            total = state.total * shrink
-            if static.config.sums_early:
-                total = row_halves.add_part(total, p, 0)
+        softmax, half = (consumer, tile, scores, state.m, state.total, masked), None
+        if static.config.split_softmax:
+            half = forward_scores.first_half(*softmax)
+            p, m, total, shrink, _ = half
         else:
-            p, m, total, shrink = forward_scores.update_softmax(
-                *of_step, scores, state.m, state.total, masked
-            )
+            p, m, total, shrink = forward_scores.update_softmax(*softmax)
         if static.copies_late:
             _copy_ahead(consumer, step, masked)
         # This branch keeps the assembler from moving the wait for p v before the exponentials.
         exists = step + 1 < consumer.work.steps
-        if splits and static.config.sums_early:
+        if static.config.sums_early:
             exists = row_halves.known_by_warp_after(exists, total)
         _wait_for_keys(consumer, step + 1, exists)
         acc = wait()
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
-        late_m = row_halves.known_after(m, acc) if splits else m
+        late_m = m if half is None else row_halves.known_after(m, acc)
         consumer.free_stage(memory.v_free, v_stage)
         # Most tiles raise no m: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)
-        if splits:
-            p, total = forward_scores.second_half(*of_step, p, late_m, total)
+        if half is not None:
+            p, total = forward_scores.second_half(consumer, half._replace(p=p, m=late_m))
         return _State(p.astype(static.dtype), acc, m, total)
 
     return pl.run_scoped(products, *forward_scores.accumulators(static))

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm90 import row_halves, row_maximum, soft_cap
+from pallas_kernels.mosaic.sm90 import dropping, row_halves, row_maximum, soft_cap
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -170,7 +170,7 @@ def start_softmax(consumer: Consumer) -> tuple[jax.Array, jax.Array]:
 
 def update_softmax(
     consumer: Consumer,
-    step: Any,
+    tile: ScoreTile,
     products: jax.Array,
     m: jax.Array,
     total: jax.Array,
@@ -180,7 +180,7 @@ def update_softmax(
 
     Args:
       consumer: the queries.
-      step: loop step, which determines the keys.
+      tile: the tile of scores.
       products: float32 ``[64, block_kv]``, ``q k^T``.
       m: float32 ``[64]``, the largest score so far, in base 2, or a margin below it.
       total: float32 ``[64]``, the sum of weights so far; with ``split_softmax`` each thread's part.
@@ -190,54 +190,83 @@ def update_softmax(
       ``(weights, m, total, shrink)``: the tile's weights, 0 where dropped, the new m and total, and
       the factor for sums over the tiles before.
     """
-    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
+    scores, m_next, shrink = _next_maximum(consumer, tile, products, m, masked)
     p = jnp.exp2(scores * consumer.static.base_2_factor - along_rows(m_next, scores.shape))
     if consumer.static.config.split_softmax:
         total = row_halves.add_parts(total * shrink, p)
     else:
         total = total * shrink + p.sum(axis=1)
-    p = consumer.tile(step).without_dropped(p)
+    hashes = tile.dropout_hashes()
+    for half in range(2):
+        p = _without_dropped(consumer, p, hashes, half)
     return optimization_barrier(p, m_next, total, shrink)
 
 
-def first_half(
-    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first half of :func:`update_softmax`, with the same arguments.
+class FirstHalf(NamedTuple):
+    """What :func:`first_half` computes.
 
-    Returns:
-      ``(weights and scores, m, shrink)``: the weights of half of the rows, the others' scores.
-    """
-    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
-    half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
-    return optimization_barrier(half, m_next, shrink)
-
-
-def second_half(
-    consumer: Consumer, step: Any, half: jax.Array, m: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The second half: ``(weights, total)`` from results of :func:`first_half`.
-
-    Args:
-      consumer: the queries.
-      step: loop step.
-      half: the weights of half of the rows, the others' scores.
+    Attributes:
+      p: float32 ``[64, block_kv]``, the weights of half of the rows, 0 where dropped, and the
+        others' scores.
       m: float32 ``[64]``, the new m.
-      total: float32 ``[64]``, each thread's part of the sum of weights over the tiles before.
+      total: float32 ``[64]``, each thread's part of the sum of weights; with this half if it is
+        summed by halves.
+      shrink: float32 ``[64]``, the factor for sums over the tiles before.
+      hashes: of the tile's weights; None without dropout.
     """
-    p = row_halves.exp2_of_half(half, m, consumer.static.base_2_factor, 1)
-    if consumer.static.config.sums_early:
-        total = row_halves.add_part(total, p, 1)
+
+    p: jax.Array
+    m: jax.Array
+    total: jax.Array
+    shrink: jax.Array
+    hashes: jax.Array | None
+
+
+def first_half(
+    consumer: Consumer,
+    tile: ScoreTile,
+    products: jax.Array,
+    m: jax.Array,
+    total: jax.Array,
+    masked: bool,
+) -> FirstHalf:
+    """The first half of :func:`update_softmax`, with the same arguments."""
+    scores, m_next, shrink = _next_maximum(consumer, tile, products, m, masked)
+    half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
+    half, m_next, shrink = optimization_barrier(half, m_next, shrink)
+    total, hashes = total * shrink, tile.dropout_hashes()
+    if _sums_by_halves(consumer, hashes):
+        total = row_halves.add_part(total, half, 0)
+    half = _without_dropped(consumer, half, hashes, 0)
+    return FirstHalf(half, m_next, total, shrink, hashes)
+
+
+def second_half(consumer: Consumer, half: FirstHalf) -> tuple[jax.Array, jax.Array]:
+    """The second half: ``(weights, total)``."""
+    p = row_halves.exp2_of_half(half.p, half.m, consumer.static.base_2_factor, 1)
+    if _sums_by_halves(consumer, half.hashes):
+        total = row_halves.add_part(half.total, p, 1)
     else:
-        total = row_halves.add_parts(total, p)
-    return consumer.tile(step).without_dropped(p), total
+        total = row_halves.add_parts(half.total, p)
+    return _without_dropped(consumer, p, half.hashes, 1), total
+
+
+def _sums_by_halves(consumer: Consumer, hashes: jax.Array | None) -> bool:
+    """Whether the first half's weights are summed before some of them are dropped, or early."""
+    return hashes is not None or consumer.static.config.sums_early
+
+
+def _without_dropped(consumer: Consumer, p: jax.Array, hashes: Any, half: int) -> jax.Array:
+    dropout = consumer.static.spec.dropout
+    if hashes is None or dropout is None:
+        return p
+    return dropping.without_dropped(p, hashes, dropout.threshold, half)
 
 
 def _next_maximum(
-    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
+    consumer: Consumer, tile: ScoreTile, products: jax.Array, m: jax.Array, masked: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
-    tile = consumer.tile(step)
     scores = tile.scores(tile.raw(products, soft_cap.tanh), masked=masked)
     factor = consumer.static.base_2_factor
     m_next = row_maximum.raised(m, scores, factor)

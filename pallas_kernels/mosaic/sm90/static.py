@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
@@ -250,10 +251,23 @@ class BackwardStatic(Sm90Static):
         return super().masks_by_arrays and not self.has_intervals
 
     @property
+    def needs_registers(self) -> bool:
+        """See :func:`needs_registers`. A ``mask_mod`` alone leaves enough for rounded gradients."""
+        enough = self.rounds_dkv and self.has_few_terms
+        spec = dataclasses.replace(self.spec, mask=Mask()) if enough else self.spec
+        return needs_registers(spec, self.has_bias)
+
+    @property
+    def has_few_terms(self) -> bool:
+        """See :attr:`KernelStatic.has_few_terms`; in kernels that have registers for them."""
+        lacks = self.config.wide or self.deterministic or not self.config.producer_warpgroup
+        return super().has_few_terms and not lacks
+
+    @property
     def zeroes_padding(self) -> bool:
         """See :attr:`Sm90Static.zeroes_padding`."""
-        needs_zeros = backward_needs_zeros(self.spec, self.has_bias, self.deterministic)
-        return super().zeroes_padding and not needs_zeros
+        given = self.spec, self.has_bias, self.deterministic
+        return super().zeroes_padding and not backward_needs_zeros(*given)
 
     @property
     def rounds_dkv(self) -> bool:
@@ -265,18 +279,16 @@ class BackwardStatic(Sm90Static):
         """Whether the kernel can write dK and dV in ``dkv_dtype``.
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
-        inputs' dtype and a multiple of 64 lanes, and calls with a bias, dropout, a soft cap or a
-        user function lack registers for it. Consumers that share keys have one buffer for both,
-        those that split gradients one each.
+        inputs' dtype and a multiple of 64 lanes, and calls with several terms lack registers for
+        it. Consumers that share keys have one buffer for both, those that split gradients one each.
         """
-        if not self.rounds_dkv:
-            return True
-        if self.config.shares_keys:
-            return False
+        if not self.rounds_dkv or self.config.shares_keys:
+            return not self.rounds_dkv
         if self.config.splits_gradients:
             return self.dkv_dtype == self.dtype
-        fit = all(x % WARPGROUP_ROWS == 0 for x in (self.head_dim, self.value_dim))
-        return self.dkv_dtype == self.dtype and fit and not self.needs_registers
+        whole = self.head_dim % WARPGROUP_ROWS == self.value_dim % WARPGROUP_ROWS == 0
+        enough = self.has_few_terms or not self.needs_registers
+        return self.dkv_dtype == self.dtype and whole and enough
 
     @property
     def written_dkv_dtype(self) -> np.dtype:
@@ -285,8 +297,7 @@ class BackwardStatic(Sm90Static):
         float32 gradients leave through dQ's staging buffer. Where that holds int32, their bits are
         written as int32.
         """
-        as_bits = self.deterministic and not self.rounds_dkv
-        return np.dtype(np.int32) if as_bits else self.dkv_dtype
+        return self.dkv_dtype if self.rounds_dkv or not self.deterministic else np.dtype(np.int32)
 
     @property
     def stages_dv_in_values(self) -> bool:
@@ -299,8 +310,7 @@ class BackwardStatic(Sm90Static):
     @property
     def barrier_counts(self) -> BackwardBarriers:
         """Number of barriers of each kind."""
-        options = self.stages_dv_in_values, self.zeroes_padding
-        return BackwardBarriers.counts(self.config, *options)
+        return BackwardBarriers.counts(self.config, self.stages_dv_in_values, self.zeroes_padding)
 
     @property
     def dkv_lanes(self) -> int:
@@ -368,9 +378,8 @@ class BackwardStatic(Sm90Static):
         next queries where it delays neither exponentials nor products (:mod:`.backward_step`). It
         gains nothing for head dims up to 96. What takes registers leaves none for it.
         """
-        wide, head_dim = self.config.wide, max(self.head_dim, self.value_dim)
-        plain = not self.needs_registers and not self.masks_by_arrays
-        return head_dim > 96 and not wide and plain
+        narrow = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
+        return narrow and not (self.needs_registers or self.masks_by_arrays)
 
     @property
     def half_dim(self) -> int:
@@ -387,10 +396,7 @@ class BackwardStatic(Sm90Static):
 
     @property
     def starts_dq_from_zero(self) -> bool:
-        """The same of dQ's accumulator.
-
-        With a producer warpgroup its product starts from zero anyway.
-        """
+        """The same of dQ's accumulator. With a producer its product starts from zero anyway."""
         return not (self.config.producer_warpgroup or self.config.wide)
 
     @property
@@ -400,8 +406,7 @@ class BackwardStatic(Sm90Static):
         Its addresses take registers that fixed point and masks by arrays need.
         """
         _, swizzle = self.memory.ds.transforms
-        plain = not self.deterministic and not self.masks_by_arrays
-        return plain and swizzle.swizzle == 128
+        return swizzle.swizzle == 128 and not (self.deterministic or self.masks_by_arrays)
 
     @property
     def dq_part(self) -> tuple[int, int]:
@@ -463,22 +468,16 @@ class BackwardStatic(Sm90Static):
     @property
     def work_tiles(self) -> WorkTiles:
         """One per KV tile of every key/value head."""
-        persistent = backward_is_persistent(
-            self.config,
-            max(self.head_dim, self.value_dim),
-            # Float32 gradients leave no registers for intervals and a loop over work tiles.
-            self.masks_by_arrays or (self.has_intervals and not self.rounds_dkv),
-            self.needs_registers,
-        )
+        # Float32 gradients leave no registers for intervals and a loop over work tiles.
+        by_arrays = self.masks_by_arrays or (self.has_intervals and not self.rounds_dkv)
+        widest = max(self.head_dim, self.value_dim)
+        persistent = backward_is_persistent(self.config, widest, by_arrays, self.needs_registers)
         return WorkTiles(
-            self.batch,
-            self.kv_heads,
-            self.kv_tiles,
-            last_first=False,
+            self.batch, self.kv_heads, self.kv_tiles, last_first=False,
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=persistent,
             may_be_local=self.may_be_local and (persistent or self.has_intervals),
-        )
+        )  # fmt: skip
 
     @property
     def memory(self) -> BackwardMemory:
