@@ -160,7 +160,7 @@ def test_kernels_fit_in_the_registers(report, half, dim, options):
     # At head dim 128 what a work tile keeps over its loop.
     [
         (64, {"numbers": "differentiated"}, 0), (128, LAST, 24), (128, BLOCKS | BOTH, 8),
-        (128, LAST | SEGMENTS, 64), (192, LAST, 0),
+        (128, LAST | SEGMENTS, 72), (192, LAST, 0),
     ],
     ids=call_id,
 )  # fmt: skip
