@@ -44,14 +44,12 @@ class RowValues(NamedTuple):
       dropout: int32 ``[rows]``, hashes of the rows; the same.
       per_head: the head's value of each per-head parameter of logits; the same.
       line: float32 ``[rows]``, of :class:`LinePositions`, for user functions; the same.
-      place: global indices of batch and head, for user functions; the same.
     """
 
     tokens: TokenArrays | None = None
     dropout: jax.Array | None = None
     per_head: dict[str, Any] | None = None
     line: jax.Array | None = None
-    place: tuple[Any, Any] | None = None
 
 
 class ColumnValues(NamedTuple):
@@ -248,8 +246,9 @@ class ScoreTile(NamedTuple):
         tokens = side.load(self.batch, self._slices()[0], self.layouts.rows)
         hashes = self.inputs.dropout
         dropout = None if hashes is None else self._row_hashes(hashes)
-        line, place = self._row_line_positions(), self._place()
-        return self._replace(kept=RowValues(tokens, dropout, self.per_head(), line, place))
+        return self._replace(
+            kept=RowValues(tokens, dropout, self.per_head(), self._row_line_positions())
+        )
 
     def loading_columns(self) -> ScoreTile:
         """Loads what unmasked scores read of the columns.
@@ -264,11 +263,6 @@ class ScoreTile(NamedTuple):
             line = {chunk.start: self._column_line_positions(chunk) for chunk in chunks}
         return self._replace(loaded=ColumnValues(dropout, line))
 
-    def loading_all(self) -> ScoreTile:
-        """:meth:`loading_columns`, and what user functions read of the rows."""
-        kept = self.kept._replace(line=self._row_line_positions(), place=self._place())
-        return self._replace(kept=kept).loading_columns()
-
     def keeping_row_positions(self) -> ScoreTile:
         """With the positions of the rows in registers, for several calls that read them."""
         tokens, line = TokenArrays(self.row_positions()), self._row_line_positions()
@@ -276,8 +270,9 @@ class ScoreTile(NamedTuple):
 
     def coordinates(self) -> Callable[[slice], ScoreCoordinates]:
         """The coordinates of some of the tile's columns, for user functions."""
-        place = self._place()
-        assert place is not None
+        indices = self.inputs.indices
+        assert indices is not None
+        place = indices.batch[self.batch], indices.head[self.head]
 
         def of_columns(columns: slice) -> ScoreCoordinates:
             floats = functools.partial(self._float_positions, columns)
@@ -287,13 +282,6 @@ class ScoreTile(NamedTuple):
             return ScoreCoordinates(*place, *self.positions(columns), run)
 
         return of_columns
-
-    def _place(self) -> tuple[Any, Any] | None:
-        """Global indices of batch and head, kept or loaded; None without user functions."""
-        indices = self.inputs.indices
-        if self.kept.place is not None or indices is None:
-            return self.kept.place
-        return indices.batch[self.batch], indices.head[self.head]
 
     def _float_positions(self, columns: slice) -> tuple[jax.Array, jax.Array]:
         """``(q, k)``: :class:`LinePositions`, broadcast over some of the tile's columns."""

@@ -134,17 +134,6 @@ class Consumer(NamedTuple):
             transposed=not by_queries, kept=self.kept,
         )  # fmt: skip
 
-    def loaded_tile(self, at: StepTile) -> ScoreTile | None:
-        """A step's tile with what a ``score_mod`` reads in registers; None without one.
-
-        While products run: otherwise their results would wait for global memory. Next to dropout
-        there are no registers for it.
-        """
-        spec = self.static.spec
-        if spec.dropout is not None or spec.score.score_mod is None:
-            return None
-        return self.tile(at, self.work.recompute()).loading_all()
-
     def stage(self, step: Any) -> Any:
         """The stage of a step's queries."""
         return lax.rem(step, i32(self.static.stages))
@@ -164,7 +153,7 @@ def read_tile_and_head(static: BackwardStatic, scratch: Any, stage: Any) -> tupl
 
 
 def tile_scores(
-    consumer: Consumer, at: StepTile, products: jax.Array, loaded: ScoreTile | None = None
+    consumer: Consumer, at: StepTile, products: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """``(scores, derivative)``.
 
@@ -176,12 +165,11 @@ def tile_scores(
       consumer: the keys.
       at: the step's tile.
       products: float32, ``k q^T``.
-      loaded: :meth:`Consumer.loaded_tile`; None: what is read of tokens is loaded here.
     """
     static, score, derivative = consumer.static, consumer.static.spec.score, None
     scores = score.raw(products, soft_cap.tanh)
     if score.score_mod is not None:
-        tile = loaded or consumer.tile(at, consumer.work.recompute())
+        tile = consumer.tile(at, consumer.work.recompute())
         coordinates = tile.keeping_row_positions().coordinates()
 
         def modified(columns: slice, part: jax.Array) -> tuple[jax.Array, ...]:

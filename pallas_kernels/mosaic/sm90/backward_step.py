@@ -24,7 +24,6 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     proxy_fence,
 )
-from pallas_kernels.mosaic.scores import ScoreTile
 from pallas_kernels.mosaic.sm90 import dropping, instructions
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     add_dq,
@@ -85,7 +84,6 @@ class StepData(NamedTuple):
       earlier_ds: buffer of the previous step's dS.
       at: the tile of scores.
       keys: the warpgroup's keys in the work tile.
-      loaded: :meth:`Consumer.loaded_tile`; None: what is read of tokens is loaded when it is read.
     """
 
     stage: Any
@@ -94,7 +92,6 @@ class StepData(NamedTuple):
     earlier_ds: Any
     at: StepTile
     keys: Any
-    loaded: ScoreTile | None = None
 
     @classmethod
     def of(cls, consumer: Consumer, step: Any) -> StepData:
@@ -232,13 +229,12 @@ def weights_and_gradients(
             wait_for_queries(consumer, step + 1)
         also()
         products = functools.partial(plgpu.wgmma_accumulator_load, scores_ref, wait_n=1 + running)
-        of_step = data._replace(loaded=consumer.loaded_tile(data.at))
-        found = weights(consumer, masked, of_step, products)
+        found = weights(consumer, masked, data, products)
         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=running)
         dp, found = optimization_barrier(dp, found)
         if last and not (waits_early or _waits_late(static)):
             wait_for_queries(consumer, step + 1)
-        return gradients(consumer, of_step, found, dp)
+        return gradients(consumer, data, found, dp)
 
     def with_derivative(found, dp_ref):
         plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
@@ -301,7 +297,7 @@ def _weights_and_derivative(
     if static.bias_is_affine and not masked:
         # Loaded while the products run.
         affine = AffineBias.of(consumer, data.at)
-    scores, derivative = tile_scores(consumer, data.at, load_products(), data.loaded)
+    scores, derivative = tile_scores(consumer, data.at, load_products())
     # lse is loaded before the masks are tested: loaded after them, programs with segment ids spill.
     lse = _lse(consumer, data)
     if affine is None:
@@ -317,8 +313,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static, (p, used, rounded) = consumer.static, of_step
-    tile = data.loaded or consumer.tile(data.at)
-    factors = tile.dropout_factors(dropping.unit(static))
+    factors = consumer.tile(data.at).dropout_factors(dropping.unit(static))
     if used is None:
         used = p if factors is None else p * factors
     dp = dp if factors is None else dp * factors
