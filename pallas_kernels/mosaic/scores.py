@@ -28,11 +28,7 @@ from pallas_kernels.mosaic.score_inputs import (
     load_tokens,
 )
 from pallas_kernels.mosaic.static import KernelStatic
-from pallas_kernels.mosaic.user_functions import (
-    by_column_chunks,
-    column_chunks,
-    run_on_fragments,
-)
+from pallas_kernels.mosaic.user_functions import by_column_chunks, run_on_fragments
 from pallas_kernels.score import LOG2_E
 
 
@@ -52,18 +48,6 @@ class RowValues(NamedTuple):
     line: jax.Array | None = None
 
 
-class ColumnValues(NamedTuple):
-    """What is loaded of a tile's columns before its scores are there; None: when it is read.
-
-    Attributes:
-      dropout: int32 ``[columns]``, hashes of the columns.
-      line: float32, of :class:`LinePositions`, by the first column of each chunk.
-    """
-
-    dropout: jax.Array | None = None
-    line: dict[int, jax.Array] | None = None
-
-
 class ScoreTile(NamedTuple):
     """One tile of scores of one batch index and query head: ``[queries, keys]``, or transposed.
 
@@ -79,7 +63,6 @@ class ScoreTile(NamedTuple):
       line: result of :meth:`affine_bias`, for all tiles with these queries; None: it is loaded.
       transposed: whether keys are the rows and queries the columns.
       kept: what is not loaded, because it is in registers.
-      loaded: the same of columns.
       intervals: :class:`pallas_kernels.mosaic.sm90.row_intervals.RowIntervals`, or None.
     """
 
@@ -94,7 +77,6 @@ class ScoreTile(NamedTuple):
     line: tuple[Any, Any] | None = None
     transposed: bool = False
     kept: RowValues = RowValues()
-    loaded: ColumnValues = ColumnValues()
     intervals: Any = None
 
     def raw(
@@ -192,8 +174,11 @@ class ScoreTile(NamedTuple):
         hashes = self.inputs.dropout
         if hashes is None:
             return None
+        _, columns = self._slices()
+        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
         at_rows = self._over_rows(self._row_hashes(hashes))
-        return score_hashes(at_rows, self._over_columns(self._column_hashes(hashes)))
+        at_columns = self._over_columns(load_tokens(of_columns, columns, self.layouts.columns))
+        return score_hashes(at_rows, at_columns)
 
     def product_gradients(self, raw: jax.Array, weights: jax.Array, ds: jax.Array) -> jax.Array:
         """Gradients of the scaled products.
@@ -250,19 +235,6 @@ class ScoreTile(NamedTuple):
             kept=RowValues(tokens, dropout, self.per_head(), self._row_line_positions())
         )
 
-    def loading_columns(self) -> ScoreTile:
-        """Loads what unmasked scores read of the columns.
-
-        While a product runs, for example: otherwise its results would wait for global memory.
-        """
-        dropout = line = None
-        if self.inputs.dropout is not None:
-            dropout = self._column_hashes(self.inputs.dropout)
-        if self.inputs.line is not None:
-            chunks = column_chunks(self.shape[1])
-            line = {chunk.start: self._column_line_positions(chunk) for chunk in chunks}
-        return self._replace(loaded=ColumnValues(dropout, line))
-
     def keeping_row_positions(self) -> ScoreTile:
         """With the positions of the rows in registers, for several calls that read them."""
         tokens, line = TokenArrays(self.row_positions()), self._row_line_positions()
@@ -285,20 +257,15 @@ class ScoreTile(NamedTuple):
 
     def _float_positions(self, columns: slice) -> tuple[jax.Array, jax.Array]:
         """``(q, k)``: :class:`LinePositions`, broadcast over some of the tile's columns."""
-        of_rows, of_columns = self._row_line_positions(), self._column_line_positions(columns)
+        assert self.inputs.line is not None
+        _, at = self._slices(columns)
+        _, of_columns = self._oriented(self.inputs.line.q, self.inputs.line.kv)
+        of_columns = load_tokens(of_columns, at, self.layouts.columns)
+        of_rows, shape = self._row_line_positions(), (self.shape[0], at.size)
         assert of_rows is not None
-        shape = self.shape[0], of_columns.shape[0]
         return self._oriented(
             self._over_rows(of_rows, shape), self._over_columns(of_columns, shape)
         )
-
-    def _column_line_positions(self, columns: slice) -> jax.Array:
-        """:class:`LinePositions` of some of the tile's columns."""
-        if self.loaded.line is not None:
-            return self.loaded.line[columns.start]
-        assert self.inputs.line is not None
-        _, of_columns = self._oriented(self.inputs.line.q, self.inputs.line.kv)
-        return load_tokens(of_columns, self._slices(columns)[1], self.layouts.columns)
 
     def _row_line_positions(self) -> jax.Array | None:
         """:class:`LinePositions` of the tile's rows, kept or loaded; None if nothing reads them."""
@@ -366,13 +333,6 @@ class ScoreTile(NamedTuple):
             return self.kept.dropout
         of_rows, _ = self._oriented(*hashes.of(self.batch, self.head))
         return load_tokens(of_rows, self._slices()[0], self.layouts.rows)
-
-    def _column_hashes(self, hashes: DropoutHashes) -> jax.Array:
-        """Hashes of the tile's columns."""
-        if self.loaded.dropout is not None:
-            return self.loaded.dropout
-        _, of_columns = self._oriented(*hashes.of(self.batch, self.head))
-        return load_tokens(of_columns, self._slices()[1], self.layouts.columns)
 
     def _oriented[T](self, x: T, y: T) -> tuple[T, T]:
         """From (queries, keys) to (rows, columns), or back."""

@@ -45,11 +45,6 @@ run_on_fragments = functools.partial(on_tiles, replaced=_REPLACED)
 _CHUNK = 16
 
 
-def column_chunks(columns: int) -> list[slice]:
-    """The chunks of so many columns."""
-    return [slice(first, first + _CHUNK) for first in range(0, columns, _CHUNK)]
-
-
 def by_column_chunks(
     function: Callable[[slice, jax.Array], tuple[jax.Array, ...]], tile: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -59,10 +54,10 @@ def by_column_chunks(
     whole tiles as well, and registers do not suffice for those.
     """
     results: list[tuple[jax.Array, ...]] = []
-    for columns in column_chunks(tile.shape[1]):
-        chunk = tile[:, columns]
+    for first in range(0, tile.shape[1], _CHUNK):
+        chunk = tile[:, first : first + _CHUNK]
         if results:
             *before, chunk = optimization_barrier(*results[-1], chunk)
             results[-1] = tuple(before)
-        results.append(function(columns, chunk))
+        results.append(function(slice(first, first + _CHUNK), chunk))
     return tuple(jnp.concatenate(chunks, 1) for chunks in zip(*results, strict=True))

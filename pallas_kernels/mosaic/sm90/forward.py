@@ -380,8 +380,7 @@ def _first_step(consumer: Consumer, step: Any) -> _State:
     _free_keys(consumer, consumer.stage(step))
     _free_queries(consumer, step == work.steps - 1)
     m, total = forward_scores.start_softmax(consumer)
-    softmax = consumer, consumer.tile(step), scores, m, total
-    p, m, total, _ = forward_scores.update_softmax(*softmax, masked=True)
+    p, m, total, _ = forward_scores.update_softmax(consumer, step, scores, m, total, masked=True)
     p = p.astype(static.dtype)
     _wait_for_keys(consumer, step + 1)
     acc = constant((WARPGROUP_ROWS, static.value_dim), 0, TILE)
@@ -401,14 +400,10 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         wait = instructions.start_product(acc_ref, state.weights, memory.v.at[v_stage])
         if not static.copies_late:
             _copy_ahead(consumer, step, masked)
-        tile = consumer.tile(step)
-        if not masked:
-            # With a mask there are no registers for it.
-            tile = tile.loading_columns()
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         _free_keys(consumer, stage)
         _free_queries(consumer, step == consumer.work.steps - 1)
-        softmax, half = (consumer, tile, scores, state.m, state.total, masked), None
+        softmax, half = (consumer, step, scores, state.m, state.total, masked), None
         if static.config.split_softmax:
             half = forward_scores.first_half(*softmax)
             p, m, total, shrink, _ = half

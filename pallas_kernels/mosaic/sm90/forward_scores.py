@@ -170,7 +170,7 @@ def start_softmax(consumer: Consumer) -> tuple[jax.Array, jax.Array]:
 
 def update_softmax(
     consumer: Consumer,
-    tile: ScoreTile,
+    step: Any,
     products: jax.Array,
     m: jax.Array,
     total: jax.Array,
@@ -180,7 +180,7 @@ def update_softmax(
 
     Args:
       consumer: the queries.
-      tile: the tile of scores.
+      step: loop step, which determines the keys.
       products: float32 ``[64, block_kv]``, ``q k^T``.
       m: float32 ``[64]``, the largest score so far, in base 2, or a margin below it.
       total: float32 ``[64]``, the sum of weights so far; with ``split_softmax`` each thread's part.
@@ -190,13 +190,13 @@ def update_softmax(
       ``(weights, m, total, shrink)``: the tile's weights, 0 where dropped, the new m and total, and
       the factor for sums over the tiles before.
     """
-    scores, m_next, shrink = _next_maximum(consumer, tile, products, m, masked)
+    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
     p = jnp.exp2(scores * consumer.static.base_2_factor - along_rows(m_next, scores.shape))
     if consumer.static.config.split_softmax:
         total = row_halves.add_parts(total * shrink, p)
     else:
         total = total * shrink + p.sum(axis=1)
-    hashes = tile.dropout_hashes()
+    hashes = consumer.tile(step).dropout_hashes()
     for half in range(2):
         p = _without_dropped(consumer, p, hashes, half)
     return optimization_barrier(p, m_next, total, shrink)
@@ -223,18 +223,13 @@ class FirstHalf(NamedTuple):
 
 
 def first_half(
-    consumer: Consumer,
-    tile: ScoreTile,
-    products: jax.Array,
-    m: jax.Array,
-    total: jax.Array,
-    masked: bool,
+    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, total: jax.Array, masked: bool
 ) -> FirstHalf:
     """The first half of :func:`update_softmax`, with the same arguments."""
-    scores, m_next, shrink = _next_maximum(consumer, tile, products, m, masked)
+    scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
     half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
     half, m_next, shrink = optimization_barrier(half, m_next, shrink)
-    total, hashes = total * shrink, tile.dropout_hashes()
+    total, hashes = total * shrink, consumer.tile(step).dropout_hashes()
     if _sums_by_halves(consumer, hashes):
         total = row_halves.add_part(total, half, 0)
     half = _without_dropped(consumer, half, hashes, 0)
@@ -264,9 +259,10 @@ def _without_dropped(consumer: Consumer, p: jax.Array, hashes: Any, half: int) -
 
 
 def _next_maximum(
-    consumer: Consumer, tile: ScoreTile, products: jax.Array, m: jax.Array, masked: bool
+    consumer: Consumer, step: Any, products: jax.Array, m: jax.Array, masked: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
+    tile = consumer.tile(step)
     scores = tile.scores(tile.raw(products, soft_cap.tanh), masked=masked)
     factor = consumer.static.base_2_factor
     m_next = row_maximum.raised(m, scores, factor)
