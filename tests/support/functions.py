@@ -28,10 +28,9 @@ def mask_mod(batch, head, q_position, kv_position):
 
 
 def tile_mask(batch, head, q_position, kv_position):
-    """A ``mask_mod`` that masks whole blocks of 64 x 64 scores, others not at all."""
+    """A ``mask_mod`` that masks whole blocks of 128 x 128 scores, and one query."""
     del batch, head
-    same = (q_position // 64 == kv_position // 64) & (q_position != 70)
-    return same & (q_position < 128)
+    return (q_position // 128 != kv_position // 128 + 1) & (q_position != 70)
 
 
 FUNCTIONS = {"score_mod": score_mod, "mask_mod": mask_mod}
