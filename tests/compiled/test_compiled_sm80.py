@@ -20,7 +20,7 @@ SPILLS = (
     ("backward", (128,), FRESH | {"deterministic": True}, 276),
     ("backward", (192, 128), FRESH, 0),
     ("backward", (256,), {"full": True}, 576),
-    ("backward", (64,), {"mods": "score+mask"}, 904),
+    ("backward", (64,), {"mods": "score+mask"}, 976),
 )
 GROUPED = ("product", "transposed", "gradient")
 
