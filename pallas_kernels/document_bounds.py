@@ -64,14 +64,18 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     assert kv.segment_ids is not None
     length, keys = query.segment_ids.shape[1], kv.segment_ids.shape[1]
     count = -(-length // (block * parts)) * parts
+
+    def index_in(first: int, end: int) -> np.ndarray:
+        return np.arange(first, end, dtype=np.int32)[None, None]
+
     ids = jnp.pad(query.segment_ids, ((0, 0), (0, count * block - length)))
     ids = ids.reshape(-1, count, block)
     first_id, following_id = ids[:, :, 0], _following(ids[:, :, 0], 0)
     changed = (ids[:, :, 1:] != ids[:, :, :-1]).astype(jnp.int32)
     changes, split = joint_reduction(
-        (lax.add, 0, changed), (lax.add, 0, changed * np.arange(1, block, dtype=np.int32))
+        (lax.add, 0, changed), (lax.add, 0, changed * index_in(1, block))
     )
-    index = np.arange(keys, dtype=np.int32)
+    index = index_in(0, keys)
     same = _all_ones_where_equal(first_id[:, :, None], kv.segment_ids[:, None, :])
 
     def of_document(x: Any, otherwise: int) -> jax.Array:
@@ -84,7 +88,7 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
         if keys > 1:
             step = kv.positions[1] - kv.positions[0]
         # Equal where positions grow by ``step``. Sums that overflow wrap, which changes nothing.
-        offset = kv.positions - step * index
+        offset = kv.positions - step * index[0, 0]
     start, end, tokens = joint_reduction(
         (lax.min, keys, of_document(index, keys)),
         (lax.max, 0, of_document(index + np.int32(1), 0)),
@@ -97,8 +101,9 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     first_start, first_end = jnp.int32(-_FAR), jnp.int32(_FAR)
     if mask.reads_positions:
         steady, position = _steps(query.positions, step, count, block)
+        steady, position = steady[None], position[None]
         is_known &= is_padding | steady
-        goes_on = steady & (_following(position[None], 0)[0] == position + step * np.int32(block))
+        goes_on = steady & (_following(position, 0) == position + step * np.int32(block))
         # Position of the part's first query minus that of the document's first key.
         first = position - (jnp.take(offset, start, mode="clip") + step * start)
         # The windows are cut off where their sums with positions would overflow.

@@ -168,6 +168,9 @@ def with_float_distances(traced: Traced) -> Traced:
     operations: list[Operation] = []
     for operation in traced.operations:
         name, places, output = operation.name, [*map(id, operation.inputs)], operation.outputs[0]
+        if not places:
+            operations.append(operation)
+            continue
         operands = None
         if name == "sub" and places in ([id(q), id(kv)], [id(kv), id(q)]):
             operands = tuple(floats[place] for place in places)
@@ -251,10 +254,12 @@ def on_tiles(
       function: one that a kernel supports (:func:`pallas_kernels.spec.unsupported_functions`).
       *arguments: batch, head and the two positions, preceded by the scores for a ``score_mod``.
       replaced: replacements of operations by name, called with the same parameters.
-      float_positions: loads the arguments that :func:`with_float_distances` adds; None adds none.
+      float_positions: loads the arguments that :func:`with_float_distances` adds, to a
+        ``score_mod``; None adds none.
     """
-    traced, shaped = trace(function, takes_score=len(arguments) == 5), arguments
-    if float_positions is not None and converts_distances(traced):
+    shaped, takes_score = arguments, len(arguments) == 5
+    traced = trace(function, takes_score=takes_score)
+    if takes_score and float_positions is not None and converts_distances(traced):
         traced, arguments = with_float_distances(traced), (*arguments, *float_positions())
     values = dict(zip(traced.arguments, arguments, strict=True))
 

@@ -35,13 +35,14 @@ class AttentionSpec:
 
     @property
     def converts_distances(self) -> bool:
-        """Whether a ``score_mod`` or ``mask_mod`` converts the distance of positions to float32."""
-        functions = (self.score.score_mod, True), (self.mask.mask_mod, False)
-        return any(
-            elementwise.converts_distances(elementwise.trace(function, takes_score=takes_score))
-            for function, takes_score in functions
-            if function is not None
-        )
+        """Whether a ``score_mod`` converts the distance of positions to float32.
+
+        A ``mask_mod`` converts the exact distance: it must mask the same scores everywhere.
+        """
+        function = self.score.score_mod
+        if function is None:
+            return False
+        return elementwise.converts_distances(elementwise.trace(function, takes_score=True))
 
     @classmethod
     def of(

@@ -441,7 +441,8 @@ def test_intervals_of_documents(mask, step):
         assert table.shape == (len(ids), 4, INTERVAL_SIZE * parts)
         # The same where positions of one side or of both are known while tracing.
         q_known, kv_known = (x._replace(positions=np.asarray(x.positions)) for x in (q, kv))
-        known = query_intervals(mask, q_known, kv_known, block, parts)
+        with jax.numpy_rank_promotion("raise"):
+            known = query_intervals(mask, q_known, kv_known, block, parts)
         np.testing.assert_array_equal(table, known)
         if jump == 0:
             tiles = {"block": block, "parts": parts}

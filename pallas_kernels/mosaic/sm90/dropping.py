@@ -65,10 +65,10 @@ def factors_have_scale(static: BackwardStatic) -> bool:
     """Whether dropout's factors contain the score's scale, which dS then gets from them.
 
     Else a score would be multiplied by both. P is multiplied by the same factors, so dV is divided
-    by the scale at the end.
+    by the scale at the end. Far from 1 the scale could make weights underflow or overflow.
     """
-    score = static.spec.score
-    return static.spec.dropout is not None and static.scale_in_ds and score.scale != 0
+    is_usual = 2**-40 <= abs(static.spec.score.scale) <= 2**40
+    return static.spec.dropout is not None and static.scale_in_ds and is_usual
 
 
 def unit(static: BackwardStatic) -> float | None:
