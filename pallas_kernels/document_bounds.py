@@ -21,8 +21,8 @@ from pallas_kernels.mask import Mask
 _INT32 = np.iinfo(np.int32)
 # Indices of tokens are below this.
 _FAR = 2**29
-# Numbers of a part: nine, and three unused ones, so that they begin at a multiple of 16 bytes.
-INTERVAL_SIZE = 12
+# Numbers of a part, and its size in the table, so that they begin at a multiple of 16 bytes.
+INTERVAL_NUMBERS, INTERVAL_SIZE = 9, 12
 
 
 class DocumentBounds(NamedTuple):
@@ -33,8 +33,8 @@ class DocumentBounds(NamedTuple):
     Attributes:
       ranges: tile bounds (:mod:`pallas_kernels.bounds`).
       intervals: int32 ``[B, query tiles, 12 * parts]``: for each part of a tile ``(start, end,
-        first_start, first_end, split, 0, 0, 0)`` and four changes. Query r of the part attends to
-        the keys with index from ``max(start, first_start + r)`` up to, not including,
+        first_start, first_end)``, four changes, ``split``, and three zeros. Query r of the part
+        attends to the keys with index from ``max(start, first_start + r)`` up to, not including,
         ``min(end, first_end + r)``. From query ``split`` on, the changes are added to the first
         four numbers. Where ``end`` is -1, queries have no such intervals, or they are unknown.
     """
@@ -122,9 +122,9 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     is_second_known &= (changes == 1) & (ids[:, :, -1] == following_id)
     exists = is_known & ((changes == 0) | is_second_known)
     split = jnp.broadcast_to(jnp.where(changes == 0, np.int32(block), split), end.shape)
-    numbers = [first[0], jnp.where(exists, first[1], -1), *first[2:], split]
-    numbers += [jnp.zeros_like(end)] * 3
+    numbers = [first[0], jnp.where(exists, first[1], -1), *first[2:]]
     numbers += [y - x for x, y in zip(first, second, strict=True)]
+    numbers += [split] + [jnp.zeros_like(end)] * (INTERVAL_SIZE - INTERVAL_NUMBERS)
     return jnp.stack(numbers, axis=-1).reshape(end.shape[0], -1, INTERVAL_SIZE * parts)
 
 

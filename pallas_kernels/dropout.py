@@ -59,7 +59,11 @@ class Dropout:
           rows: :func:`row_hashes` of the queries, broadcast against the tile.
           columns: :func:`column_hashes` of the keys, broadcast against the tile.
         """
-        return score_hashes(rows, columns) >= jnp.int32(self.threshold)
+        return self.keeps(score_hashes(rows, columns))
+
+    def keeps(self, hashes: jax.Array) -> jax.Array:
+        """Which scores are kept, by :func:`score_hashes`."""
+        return hashes >= jnp.int32(self.threshold)
 
 
 def score_hashes(rows: jax.Array, columns: jax.Array) -> jax.Array:

@@ -153,12 +153,12 @@ def trace(function: Callable[..., Any], *, takes_score: bool) -> Traced:
     return _needed(arguments, operations, _inlined(closed, arguments, operations))
 
 
-def with_float_distances(traced: Traced) -> Traced:
+def with_float_distances(traced: Traced) -> Traced | None:
     """The function with two more arguments, float32: positions of query and key, from some base.
 
     Where it converts the distance of the positions to float32, it now subtracts these. So kernels
-    convert positions once per token instead of once per score. It is exact as long as float32 can
-    hold both positions, which a base near them helps.
+    convert positions once per token instead of once per score. It is exact as long as float32 holds
+    both positions: less than 2^24 from the base. None if the function converts no distance.
     """
     q, kv = traced.arguments[-2:]
     floats = {id(q): _float_variable(), id(kv): _float_variable()}
@@ -184,13 +184,8 @@ def with_float_distances(traced: Traced) -> Traced:
         read = tuple(converted.get(id(x), x) for x in operation.inputs)
         operations.append(operation._replace(inputs=read))
     results = [converted.get(id(x), x) for x in traced.results]
-    return _needed((*traced.arguments, *floats.values()), operations, results)
-
-
-def converts_distances(traced: Traced) -> bool:
-    """Whether :func:`with_float_distances` reads the arguments that it adds."""
-    changed = with_float_distances(traced)
-    return changed.reads(len(changed.arguments) - 1)
+    changed = _needed((*traced.arguments, *floats.values()), operations, results)
+    return changed if changed.reads(len(changed.arguments) - 1) else None
 
 
 def _float_variable() -> Variable:
@@ -259,8 +254,10 @@ def on_tiles(
     """
     shaped, takes_score = arguments, len(arguments) == 5
     traced = trace(function, takes_score=takes_score)
-    if takes_score and float_positions is not None and converts_distances(traced):
-        traced, arguments = with_float_distances(traced), (*arguments, *float_positions())
+    if takes_score and float_positions is not None:
+        changed = with_float_distances(traced)
+        if changed is not None:
+            traced, arguments = changed, (*arguments, *float_positions())
     values = dict(zip(traced.arguments, arguments, strict=True))
 
     def read(atom: Any) -> Any:

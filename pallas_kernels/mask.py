@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import intervals
+from pallas_kernels import interval_arithmetic
 from pallas_kernels.elementwise import ScoreCoordinates
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -180,7 +180,8 @@ class Mask:
             possible = possible & (kv_first < q.latest_end[:, :, None])
             full = full & (kv_last < q.earliest_end[:, :, None])
         if self.mask_mod is not None:
-            some, every = intervals.tiles_of(self.mask_mod, (q.first, q.last), (kv.first, kv.last))
+            ends = (q.first, q.last), (kv.first, kv.last)
+            some, every = interval_arithmetic.tiles_of(self.mask_mod, *ends)
             possible, full = possible & some, full & every
         return possible, full
 

@@ -42,7 +42,8 @@ class AttentionSpec:
         function = self.score.score_mod
         if function is None:
             return False
-        return elementwise.converts_distances(elementwise.trace(function, takes_score=True))
+        traced = elementwise.trace(function, takes_score=True)
+        return elementwise.with_float_distances(traced) is not None
 
     @classmethod
     def of(

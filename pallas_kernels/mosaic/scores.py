@@ -325,7 +325,7 @@ class ScoreTile(NamedTuple):
         hashes, dropout = self.dropout_hashes(), self.static.spec.dropout
         if hashes is None or dropout is None:
             return None
-        return hashes >= jnp.int32(dropout.threshold)
+        return dropout.keeps(hashes)
 
     def _row_hashes(self, hashes: DropoutHashes) -> jax.Array:
         """Hashes of the tile's rows, kept or loaded."""

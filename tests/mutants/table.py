@@ -14,7 +14,7 @@ SCHEDULE = "tests/ring/test_schedule.py"
 ROUTE = "tests/ring/test_route.py"
 LOCAL = "tests/pallas_kernels/test_local_attention.py"
 BOUNDS = "tests/pallas_kernels/test_bounds.py"
-INTERVALS = "tests/pallas_kernels/test_intervals.py"
+INTERVALS = "tests/pallas_kernels/test_interval_arithmetic.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
@@ -173,12 +173,12 @@ MUTANTS = [
     (MASK, "possible = possible & (q_first - kv_last <= self.left)", "possible = possible & (q_last - kv_last <= self.left)",
      BOUNDS),
     (MASK, "possible & some, full & every", "possible & some, full | every", f"{BOUNDS} {FUNCTIONS}"),
-    ("pallas_kernels/intervals.py", "safe = functools.reduce(xp.maximum, sizes) < _SURELY_INT32", "safe = np.bool_(True)", INTERVALS),
-    ("pallas_kernels/intervals.py", "always = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)", "always = (x.low == y.low) & (x.high == y.high)", INTERVALS),
-    ("pallas_kernels/intervals.py", "(quotients[0] == quotients[1])", "(quotients[0] <= quotients[1])", INTERVALS),
-    ("pallas_kernels/intervals.py", "second = xp.minimum(first + np.int32(1), last)", "second = first", INTERVALS),
-    ("pallas_kernels/intervals.py", "low = xp.where(crosses, np.int32(0), xp.minimum(*ends))", "low = xp.minimum(*ends)", INTERVALS),
-    ("pallas_kernels/intervals.py", "known = known & (x.low >= 0)", "pass", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "safe = functools.reduce(xp.maximum, sizes) < _SURELY_INT32", "safe = np.bool_(True)", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "always = (x.low == x.high) & (y.low == y.high) & (x.low == y.low)", "always = (x.low == y.low) & (x.high == y.high)", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "(quotients[0] == quotients[1])", "(quotients[0] <= quotients[1])", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "second = xp.minimum(first + np.int32(1), last)", "second = first", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "low = xp.where(crosses, np.int32(0), xp.minimum(*ends))", "low = xp.minimum(*ends)", INTERVALS),
+    ("pallas_kernels/interval_arithmetic.py", "known = known & (x.low >= 0)", "pass", INTERVALS),
     ("pallas_kernels/mosaic/sm90/backward_scores.py", "not dropping.factors_have_scale(static)", "True", f"{SM90} -k dropout"),
     ("pallas_kernels/mosaic/sm90/backward_epilogue.py", "dv = dv * (1 / static.spec.score.scale)", "pass", f"{SM90} -k dropout"),
     ("pallas_kernels/mosaic/sm90/forward_scores.py", "return _without_dropped(consumer, p, half.hashes, 1), total", "return p, total", f"{SM90} -k cap_latent"),

@@ -454,10 +454,10 @@ def test_intervals_of_documents(mask, step):
         found = np.zeros(len(ids), int)
         for row, part in np.ndindex(len(ids), -(-t // block)):
             numbers = table[row].reshape(-1, INTERVAL_SIZE)[part]
-            exists, split = numbers[1] >= 0, numbers[4]
+            exists, split = numbers[1] >= 0, numbers[8]
             found[row] += exists
             for r in range(min(block, t - block * part) if exists else 0):
-                changes = numbers[8:] if r >= split else np.zeros(4, int)
+                changes = numbers[4:8] if r >= split else np.zeros(4, int)
                 start, end, first_start, first_end = numbers[:4] + changes
                 inside = (index >= max(start, first_start + r)) & (index < min(end, first_end + r))
                 np.testing.assert_array_equal(inside, keep[row, block * part + r])

@@ -156,12 +156,12 @@ def write_dkv(
     if dropping.factors_have_scale(static):
         dv = dv * (1 / static.spec.score.scale)
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
+    # The copy of dV then leaves another buffer.
     dv_is_written = static.stages_dv_in_values
     of_values = () if dv_is_written else ((refs.results.dv, dv),)
     for target, gradient in ((refs.results.dk, dk), *of_values):
         for first in range(0, gradient.shape[1], width):
             part = gradient[:, first : first + width]
-            # The copy of dV leaves another buffer.
             running = int(dv_is_written and not first)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, part, running)
             if running:

@@ -157,13 +157,7 @@ def step(
     if static.rounds_dkv:
         # dK and dV of the previous work tile may still be on their way out of the buffer.
         pl.when(state.q_tile < 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-    for part in range(ds.shape[1] // WARPGROUP_ROWS):
-        queries = slice(part * WARPGROUP_ROWS, (part + 1) * WARPGROUP_ROWS)
-        target, x = refs.memory.ds.at[data.ds, part, data.keys], ds[:, queries]
-        if static.stores_left_operands:
-            instructions.store_left_operand(target, x)
-        else:
-            target[...] = x
+    store_ds(consumer, data, ds)
     if not static.exchanges_late:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.barriers.ds_arrived)
@@ -175,6 +169,17 @@ def step(
         copy_ahead(step, False)
 
     return _add_products(consumer, data, state, p, ds, copy)
+
+
+def store_ds(consumer: Consumer, data: StepData, ds: jax.Array) -> None:
+    """Stores a step's dS, ``[64, block_q]``, in shared memory, for both consumers' dQ."""
+    for part in range(ds.shape[1] // WARPGROUP_ROWS):
+        queries = slice(part * WARPGROUP_ROWS, (part + 1) * WARPGROUP_ROWS)
+        target, x = consumer.refs.memory.ds.at[data.ds, part, data.keys], ds[:, queries]
+        if consumer.static.stores_left_operands:
+            instructions.store_left_operand(target, x)
+        else:
+            target[...] = x
 
 
 def weights_and_gradients(

@@ -21,7 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.document_bounds import INTERVAL_SIZE, DocumentBounds, query_intervals
+from pallas_kernels.document_bounds import (
+    INTERVAL_NUMBERS,
+    INTERVAL_SIZE,
+    DocumentBounds,
+    query_intervals,
+)
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.sm90.configs import (
@@ -39,10 +44,6 @@ LEAST_ROWS_WITH_INTERVALS = 2**18
 # Keys per head, up to which they gain more than comparing each with every part of the queries. By
 # count, from one measured length: 16,384 keys with 32 heads.
 _MOST_KEYS_PER_HEAD = 2048
-
-
-# Of the numbers of a part, those that are not unused.
-_NUMBERS = (0, 1, 2, 3, 4, 8, 9, 10, 11)
 
 
 class RowIntervals(NamedTuple):
@@ -66,7 +67,7 @@ class RowIntervals(NamedTuple):
 
     def loaded(self) -> RowIntervals:
         """With numbers whose loads start here."""
-        return self._replace(numbers=tuple(self._number(index) for index in _NUMBERS))
+        return self._replace(numbers=self._all_numbers())
 
     def mask(
         self, scores: jax.Array, first_column: Any, otherwise: Callable[[jax.Array], jax.Array]
@@ -87,19 +88,15 @@ class RowIntervals(NamedTuple):
 
     def begin_at(self, column: Any) -> Any:
         """Whether the rows have intervals, none of which has a column before this one."""
-        numbers = self.loaded().numbers
-        assert numbers is not None
-        start, _, first_start, _, split, *changes = numbers
+        start, end, first_start, _, *changes, split = self._all_numbers()
         first = jnp.maximum(start, first_start)
         second = jnp.maximum(start + changes[0], first_start + changes[2] + split)
         second = jnp.where(split < WARPGROUP_ROWS, second, first)
-        return self.exist() & (jnp.minimum(first, second) >= column)
+        return (end >= 0) & (jnp.minimum(first, second) >= column)
 
     def mask_by_interval(self, scores: jax.Array, first_column: Any) -> jax.Array:
         """:meth:`mask` for rows that have intervals."""
-        numbers = self.numbers or self.loaded().numbers
-        assert numbers is not None
-        start, end, first_start, first_end, split, *changes = numbers
+        start, end, first_start, first_end, *changes, split = self._all_numbers()
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS)
         # 1 from the second document's first row on.
         second = jnp.clip(row - (split - 1), 0, 1)
@@ -111,9 +108,12 @@ class RowIntervals(NamedTuple):
         last = jnp.minimum(columns(end, changes[1]), columns(first_end, changes[3]) + row)
         return between(scores, first, last)
 
+    def _all_numbers(self) -> tuple[Any, ...]:
+        return tuple(map(self._number, range(INTERVAL_NUMBERS)))
+
     def _number(self, index: int) -> Any:
         if self.numbers is not None:
-            return self.numbers[_NUMBERS.index(index)]
+            return self.numbers[index]
         batch = self.batch if self.table.shape[0] != 1 else i32(0)
         return self.table[(batch, self.tile, self.part * INTERVAL_SIZE + index)]
 

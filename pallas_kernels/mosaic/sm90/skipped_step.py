@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import constant, proxy_fence
-from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
-from pallas_kernels.mosaic.sm90.backward_step import State, StepData, wait_for_queries
+from pallas_kernels.mosaic.sm90.backward_step import State, StepData, store_ds, wait_for_queries
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.instructions import TILE
 
@@ -43,17 +42,13 @@ def start(consumer: Consumer, state: State) -> tuple[Any, State]:
 
 def _write_zeros(consumer: Consumer, step: Any) -> None:
     """What :func:`backward_step.step` does, without its products."""
-    static, memory, barriers = consumer.static, consumer.refs.memory, consumer.refs.barriers
+    static, barriers = consumer.static, consumer.refs.barriers
     data = StepData.of(consumer, step)
     if static.rounds_dkv:
         # dK and dV of the previous work tile may still be on their way out of the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     zeros = constant((WARPGROUP_ROWS, static.config.block_q), 0, TILE).astype(static.dtype)
-    target = memory.ds.at[data.ds, 0, data.keys]
-    if static.stores_left_operands:
-        instructions.store_left_operand(target, zeros)
-    else:
-        target[...] = zeros
+    store_ds(consumer, data, zeros)
     proxy_fence()
     plgpu.barrier_arrive(barriers.ds_arrived)
     plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])

@@ -282,8 +282,10 @@ class BackwardStatic(Sm90Static):
         inputs' dtype and a multiple of 64 lanes, and calls with several terms lack registers for
         it. Consumers that share keys have one buffer for both, those that split gradients one each.
         """
-        if not self.rounds_dkv or self.config.shares_keys:
-            return not self.rounds_dkv
+        if not self.rounds_dkv:
+            return True
+        if self.config.shares_keys:
+            return False
         if self.config.splits_gradients:
             return self.dkv_dtype == self.dtype
         whole = self.head_dim % WARPGROUP_ROWS == self.value_dim % WARPGROUP_ROWS == 0
@@ -297,7 +299,8 @@ class BackwardStatic(Sm90Static):
         float32 gradients leave through dQ's staging buffer. Where that holds int32, their bits are
         written as int32.
         """
-        return self.dkv_dtype if self.rounds_dkv or not self.deterministic else np.dtype(np.int32)
+        as_bits = self.deterministic and not self.rounds_dkv
+        return np.dtype(np.int32) if as_bits else self.dkv_dtype
 
     @property
     def stages_dv_in_values(self) -> bool:
@@ -378,8 +381,8 @@ class BackwardStatic(Sm90Static):
         next queries where it delays neither exponentials nor products (:mod:`.backward_step`). It
         gains nothing for head dims up to 96. What takes registers leaves none for it.
         """
-        narrow = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
-        return narrow and not (self.needs_registers or self.masks_by_arrays)
+        gains = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
+        return gains and not (self.needs_registers or self.masks_by_arrays)
 
     @property
     def half_dim(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import intervals
+from pallas_kernels import interval_arithmetic
 
 BLOCK, HUGE = 8, 2**31 - 1
 BATCH, HEADS = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
@@ -61,7 +61,7 @@ def ends(positions):
 
 def check(mask_mod, q, k, *, exact=False):
     q, k = q.astype(np.int32), k.astype(np.int32)
-    possible, full = intervals.tiles_of(mask_mod, ends(q), ends(k))
+    possible, full = interval_arithmetic.tiles_of(mask_mod, ends(q), ends(k))
     some, every = dense(mask_mod, q, k)
     assert not (some & ~possible).any(), "a tile with an allowed score is left out"
     assert not (full & ~every).any(), "a tile with a masked score runs without its mask"
@@ -84,11 +84,11 @@ def test_the_same_with_traced_positions(name, monkeypatch):
     """Also where a table is too large to compute it while tracing."""
     mask_mod = (EXACT | OTHERS)[name]
     q, k = (ends(x.astype(np.int32)) for x in POSITIONS["natural"])
-    expected = intervals.tiles_of(mask_mod, q, k)
+    expected = interval_arithmetic.tiles_of(mask_mod, q, k)
     assert all(isinstance(x, np.ndarray) for x in expected)
-    found = jax.jit(functools.partial(intervals.tiles_of, mask_mod))(q, k)
-    monkeypatch.setattr(intervals, "_MOST_WHILE_TRACING", 0)
-    for results in (found, intervals.tiles_of(mask_mod, q, k)):
+    found = jax.jit(functools.partial(interval_arithmetic.tiles_of, mask_mod))(q, k)
+    monkeypatch.setattr(interval_arithmetic, "_MOST_WHILE_TRACING", 0)
+    for results in (found, interval_arithmetic.tiles_of(mask_mod, q, k)):
         assert not any(isinstance(x, np.ndarray) for x in results)
         np.testing.assert_array_equal(np.stack(results), np.stack(expected))
 
