@@ -79,7 +79,7 @@ def launch[Results](
     # References that live within this call, so that XLA updates the arrays they hold in place. A
     # reference may not be marked as varying from device to device.
     held = {i: jax.new_ref(unvary(r)) for i, r in enumerate(wanted) if isinstance(r, jax.Array)}
-    counters = [] if counter is None else [jax.new_ref(counter)]
+    counters = [] if counter is None else [jax.new_ref(unvary(counter))]
 
     def entry(*refs):
         given, rest = refs[: len(arrays)], refs[len(arrays) :]
