@@ -27,10 +27,11 @@ class ForwardFunction(Protocol):
     Args:
       inputs: the query side, the KV side, and what both share.
       bounds: tile bounds, from ``forward_bounds`` of the same inputs.
-      carry: float32 ``(o [B, T, N, Hv], lse [B, N, T])`` over other keys, or None to start fresh.
+      carry: ``(o [B, T, N, Hv], lse [B, N, T])`` over other keys, or None to start fresh: o in
+        float32 or in ``out_dtype``, lse in float32.
         Sink logits are applied only without a carry, which already includes them.
       spec: the mask and the score.
-      out_dtype: o's dtype; None is float32, which a carry must have.
+      out_dtype: o's dtype; None is float32.
 
     Returns:
       ``(o, lse)`` over the carry's keys and these: o normalized, lse float32, the natural log of

@@ -140,7 +140,7 @@ def _wide_backward_configs(producer: bool, head_dim: int, value_dim: int) -> Ite
 
 
 def _forward_memory(config: MosaicConfig, head_dim: int, value_dim: int) -> ForwardMemory:
-    carry = {"has_carry": True, "value_dim": value_dim}
+    carry = {"carry_dtype": jnp.float32, "value_dim": value_dim}
     return ForwardMemory.of(config, head_dim, jnp.bfloat16, jnp.float32, **carry)
 
 

@@ -41,7 +41,8 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
                     outer = ChunkedSend(block, send.chunks)
                 assert outer is not None
                 outer.send(route, send.start, send.end)
-            carry = kernel(step.offset, block, carry, last=step is schedule[-1])
+            left = len(schedule) - 1 - index
+            carry = kernel(step.offset, block, carry, steps_left=left)
             if step.sends:
                 # Without the barrier XLA hoists every permute ahead of all kernels and keeps every
                 # block alive. With it each permute overlaps with one kernel. The unsent chunks pass

@@ -79,17 +79,21 @@ class LocalForward:
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
 
-    def __call__(self, offset: Offset, kv: KVSide, carry: Carry | None, *, last: bool) -> Carry:
+    def __call__(
+        self, offset: Offset, kv: KVSide, carry: Carry | None, *, steps_left: int
+    ) -> Carry:
         """``(out, lse)`` over these keys and the ``carry`` of earlier steps, in float32.
 
-        In the ``last`` step ``out`` has the query's dtype.
+        In the last two steps ``out`` has the query's dtype: the last one then reads and writes half
+        of the bytes, and skips the queries that attend to none of its keys. That rounds what is
+        merged once more, however many steps there are.
         """
         return self._forward(
             self._inputs_at(offset, kv),
             self._bounds_at(offset, kv),
             carry,
             spec=self._spec,
-            out_dtype=self._dtype if last else None,
+            out_dtype=self._dtype if steps_left < 2 else None,
         )
 
 

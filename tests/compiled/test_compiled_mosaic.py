@@ -66,23 +66,26 @@ WIDE_CLUSTER = MosaicConfig(128, 128, 2, cluster=2, split_softmax=True)
 FRESH, SEGMENTS, FULL = {"carried": False}, {"segments": True}, {"full": True}
 PARAMETERS, BOTH = {"numbers": True}, {"numbers": True, "segments": True}
 ROUNDED, LAST = {"rounded": True}, {"carried": False, "rounded": True}
+# The last step of a ring, forward.
+IN_PLACE = {"carried": "in_place", "rounded": True}
 UNMASKED = {"causal": False}
 RANGES, BLOCKS, DROPOUT = {"ranges": True}, {"blocks": 64}, {"dropout": True}
 # The most registers of each config, of each way to mask and of each term of the scores.
 CALLS = [
     *(("forward", 64, options) for options in (
-        {}, FULL | ROUNDED, PARAMETERS, RANGES, DROPOUT | SEGMENTS
+        {}, FULL | ROUNDED, PARAMETERS, RANGES, DROPOUT | SEGMENTS, IN_PLACE,
     )),
     *(("forward", 128, options) for options in (
         FULL | ROUNDED, BOTH, SEGMENTS, RANGES | FULL, BLOCKS | BOTH, {"mods": "score+mask"},
         # Thread-block clusters of two.
-        FULL | {"config": CLUSTER}, ROUNDED,
+        FULL | {"config": CLUSTER}, ROUNDED, IN_PLACE, IN_PLACE | FULL, IN_PLACE | SEGMENTS,
     )),
     # Of multi-head latent attention, 112 keys, 64, and the widest; then 128 keys.
     ("forward", 192, FULL | {"value_dim": 128}), ("forward", 192, BOTH), ("forward", 256, FULL),
     *(("forward", 192, options) for options in (
-        LAST, ROUNDED, LAST | SEGMENTS, LAST | PARAMETERS,
+        LAST, ROUNDED, LAST | SEGMENTS, LAST | PARAMETERS, IN_PLACE,
     )),
+    ("forward", 256, IN_PLACE | FULL),
     *(("forward", 160, options) for options in (
         LAST | SEGMENTS, LAST | PARAMETERS, LAST | {"config": WIDE_CLUSTER},
     )),
@@ -117,7 +120,7 @@ STACK = {
     ("forward", 160): {"no_carried+rounded+segments": 8},
     ("forward", 192): {
         "full+128": 8, "no_carried+rounded": 8, "rounded": 8, "no_carried+rounded+segments": 16,
-        "no_carried+rounded+numbers": 24,
+        "no_carried+rounded+numbers": 24, "in_place+rounded": 8,
     },
     ("backward", 128): {
         "causal": 40, "added+mask": 8, "dropout+segments": 8, "no_carried+rounded+segments": 64,
@@ -199,6 +202,7 @@ SHARED_STACK = {
     [
         ("forward", 64, {}), ("forward", 128, FULL | FRESH), ("forward", 256, FULL),
         ("forward", 64, UNMASKED), ("forward", 128, UNMASKED), ("forward", 128, UNMASKED | ROUNDED),
+        ("forward", 128, UNMASKED | IN_PLACE),
         ("backward", 64, {}), ("backward", 64, {"shape": (2, 16, 16)}),
         ("backward", 64, LAST | SEGMENTS), ("backward", 128, LAST | FULL),
         ("backward", 128, {}), ("backward", 128, {"deterministic": True}),
@@ -260,7 +264,8 @@ def test_computed_shared_memory_is_what_the_compiler_takes(half, dim, value_dim,
     def computed(config):
         if half == "forward":
             out_dtype = jnp.bfloat16 if rounded else jnp.float32
-            memory = ForwardMemory.of(config, out_dtype=out_dtype, has_carry=not rounded, **dims)
+            carry_dtype = None if rounded else jnp.float32
+            memory = ForwardMemory.of(config, out_dtype=out_dtype, carry_dtype=carry_dtype, **dims)
         else:
             memory = BackwardMemory.of(config, **dims)
         return memory.nbytes

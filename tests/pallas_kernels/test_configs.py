@@ -151,13 +151,14 @@ def test_sm90_forward_tiles_fit(out_dtype, monkeypatch):
             sm90.plain_forward_config(config, max(dims), causal, 64) for causal in (False, True)
         )
         for each in (config, *plain):
-            memory = ForwardMemory.of(
-                each, dims[0], jnp.bfloat16, out_dtype, True, in_accumulator, dims[1]
-            )
-            # The largest tiles have no room for a carry that is rounded.
-            has_room = each.block_kv != sm90.LARGE_WIDE_BLOCK_KV or dims != [192, 192]
-            has_room = has_room or out_dtype == jnp.float32
-            assert (memory.nbytes <= sm90.SHARED_MEMORY) == has_room, dims
+            for carry_dtype in {jnp.float32, out_dtype}:
+                memory = ForwardMemory.of(
+                    each, dims[0], jnp.bfloat16, out_dtype, carry_dtype, in_accumulator, dims[1]
+                )
+                # The largest tiles have no room for a float32 carry that is rounded.
+                has_room = each.block_kv != sm90.LARGE_WIDE_BLOCK_KV or dims != [192, 192]
+                has_room = has_room or out_dtype == carry_dtype
+                assert (memory.nbytes <= sm90.SHARED_MEMORY) == has_room, (dims, carry_dtype)
     assert sm90.SHARED_MEMORY == 227 * 1024
     for dim in DIMS:
         for most in sm90.staging_limits(dim):
@@ -195,18 +196,20 @@ def test_a_thread_per_row_zeroes_padding():
 
 def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():
     """The largest tiles leave 16 KiB for o: 32 of its lanes in float32, 16 with a carry."""
-    for config, out_dtype, has_carry, expected in (
-        (sm90.MosaicConfig(128, 64, 2), jnp.bfloat16, False, (64, 128)),
-        (sm90.MosaicConfig(128, 64, 2), jnp.float32, False, (64, 64)),
-        (sm90.MosaicConfig(128, 128, 2), jnp.bfloat16, False, (32, 32)),
-        (sm90.MosaicConfig(128, 128, 2), jnp.float32, True, (32, 32)),
-        (sm90.MosaicConfig(128, 128, 2), jnp.bfloat16, True, (16, 16)),
+    for config, out_dtype, carry_dtype, expected in (
+        (sm90.MosaicConfig(128, 64, 2), "bfloat16", None, (64, 128)),
+        (sm90.MosaicConfig(128, 64, 2), "float32", None, (64, 64)),
+        (sm90.MosaicConfig(128, 128, 2), "bfloat16", None, (32, 32)),
+        (sm90.MosaicConfig(128, 128, 2), "float32", "float32", (32, 32)),
+        (sm90.MosaicConfig(128, 128, 2), "bfloat16", "float32", (16, 16)),
+        (sm90.MosaicConfig(128, 128, 2), "bfloat16", "bfloat16", (32, 32)),
     ):
         q, v = jnp.zeros((1, 128, 2, 192), jnp.bfloat16), jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
         side = local.tokens(jnp.arange(128, dtype=jnp.int32))
         static = ForwardStatic.of(
             local.inputs_of(q, q, v, side, side), SPEC(0.1), config,
-            out_dtype=jnp.dtype(out_dtype), has_carry=has_carry,
+            out_dtype=jnp.dtype(out_dtype),
+            carry_dtype=None if carry_dtype is None else jnp.dtype(carry_dtype),
         )  # fmt: skip
         assert (static.lanes, static.out_lanes) == expected
 
@@ -317,20 +320,21 @@ def test_long_plain_masks_use_clusters(monkeypatch, equal_registers):
 
 
 @pytest.mark.parametrize(
-    ("dim", "out_dtype", "has_carry", "producer", "expected"),
+    ("dim", "out_dtype", "carry_dtype", "producer", "expected"),
     [
-        (128, "bfloat16", False, True, (2, 3, True)),
-        (128, "float32", True, True, (2, 3, True)),
+        (128, "bfloat16", None, True, (2, 3, True)),
+        (128, "float32", "float32", True, (2, 3, True)),
         # A third stage leaves a carry that is rounded a quarter of the staging memory.
-        (128, "bfloat16", True, True, (2, 3, True)),
-        (192, "bfloat16", False, True, (2, 2, True)),
-        (96, "bfloat16", False, True, (2, 2, False)),
-        (256, "bfloat16", False, True, (2, 2, False)),
-        (128, "float32", True, False, (2, 3, False)),
-        (64, "float32", True, False, (3, 3, False)),
+        (128, "bfloat16", "float32", True, (2, 3, True)),
+        (128, "bfloat16", "bfloat16", True, (2, 3, True)),
+        (192, "bfloat16", None, True, (2, 2, True)),
+        (96, "bfloat16", None, True, (2, 2, False)),
+        (256, "bfloat16", None, True, (2, 2, False)),
+        (128, "float32", "float32", False, (2, 3, False)),
+        (64, "float32", "float32", False, (3, 3, False)),
     ],
 )
-def test_third_stages_and_what_needs_them(dim, out_dtype, has_carry, producer, expected):
+def test_third_stages_and_what_needs_them(dim, out_dtype, carry_dtype, producer, expected):
     q = jnp.zeros((1, 128, 2, dim), jnp.bfloat16)
     side = local.tokens(jnp.arange(128, dtype=jnp.int32))
     config = dataclasses.replace(sm90.forward_config(dim), producer_warpgroup=producer)
@@ -338,7 +342,8 @@ def test_third_stages_and_what_needs_them(dim, out_dtype, has_carry, producer, e
         config = dataclasses.replace(config, stages=2)
     static = ForwardStatic.of(
         local.inputs_of(q, q, q, side, side), SPEC(0.1), config,
-        out_dtype=jnp.dtype(out_dtype), has_carry=has_carry,
+        out_dtype=jnp.dtype(out_dtype),
+        carry_dtype=None if carry_dtype is None else jnp.dtype(carry_dtype),
     ).with_third_stages()  # fmt: skip
     assert static.memory.nbytes <= sm90.SHARED_MEMORY
     found = static.config
@@ -349,7 +354,7 @@ def test_which_accumulators_start_from_the_bias():
     q = jnp.zeros((1, 64, 4, 64), jnp.bfloat16)
     side = local.tokens(jnp.arange(64, dtype=jnp.int32))
     inputs = local.inputs_of(q, q, q, side, side, numbers={"alibi_slopes": jnp.ones(4)})
-    options: Any = {"out_dtype": jnp.dtype("float32"), "has_carry": False}
+    options: Any = {"out_dtype": jnp.dtype("float32"), "carry_dtype": None}
     options |= {"config": sm90.forward_config(64)}
     for scale, soft_cap, expected in (
         (0.1, None, True),

@@ -138,12 +138,17 @@ def calls(name):
             local.gradients, implementation, qdo, kv, stats, *TOKENS, **options
         )
         nothing = jnp.zeros_like(carry[0]), jnp.full_like(carry[1], -jnp.inf)
+        rounded = carry[0].astype(jnp.bfloat16), carry[1]
         results = {
             "fresh": attend(),
             "from nothing": attend(nothing),
             "fresh, rounded": attend(out_dtype=jnp.bfloat16),
             "carried": attend(carry),
             "carried, rounded": attend(carry, out_dtype=jnp.bfloat16),
+            "rounded before": attend(rounded, out_dtype=jnp.bfloat16),
+            "rounded values": attend(
+                (rounded[0].astype(jnp.float32), rounded[1]), out_dtype=jnp.bfloat16
+            ),
             "gradients": differentiate(),
             "rounded": differentiate(out_dtype=jnp.bfloat16),
             # What is added to is not rounded.
@@ -185,6 +190,16 @@ def test_the_last_call_rounds_out_and_nothing_else(name, what):
     assert rounded.dtype == jnp.bfloat16
     assert_rounded(rounded, o)
     np.testing.assert_allclose(same_lse, lse, rtol=1e-6)
+
+
+@every_implementation
+def test_a_rounded_carry_counts_as_its_float32_values(name):
+    results, _ = calls(name)
+    (o, lse), (same_o, same_lse) = results["rounded before"], results["rounded values"]
+    assert o.dtype == jnp.bfloat16
+    assert not np.array_equal(o, results["carried, rounded"][0])
+    np.testing.assert_array_equal(o, same_o)
+    np.testing.assert_array_equal(lse, same_lse)
 
 
 @every_implementation

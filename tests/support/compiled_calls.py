@@ -87,7 +87,7 @@ def _spec_of(full, dropout, mods, differentiated, causal):
 
 
 def compile_call(
-    local, gpu, halves, dim, value_dim=None, *, shape=(2, 16, 8), full=False, carried=True,
+    local, gpu, halves, dim, value_dim=None, *, shape=(2, 16, 8), full=False, carried: Any = True,
     rounded=False, dtype="bfloat16", numbers=False, segments=False, ranges=False, dropout=False,
     blocks=0, mods="", causal=True, **options,
 ):  # fmt: skip
@@ -102,7 +102,8 @@ def compile_call(
       shape: sequences, query heads and key heads.
       full: with window, soft cap, segment ids and lengths that are no multiple of a tile. Else a
         causal mask over whole tiles.
-      carried: changes what is given in place. Else it makes new arrays.
+      carried: changes what is given in place. Else it makes new arrays. "in_place": also an o that
+        is ``rounded``.
       rounded: writes o, or dK and dV, in the queries' dtype, as a last call does.
       dtype: the arrays'.
       numbers: with sink logits and ALiBi slopes; "differentiated": and the gradient of slopes.
@@ -139,7 +140,8 @@ def compile_call(
     cotangents = tokens(heads, value_dim), array(2, batch, heads, length)
     sums: Any = None, None, None
     if carried:
-        carry = tokens(heads, value_dim, wide), array(batch, heads, length)
+        carried_dtype = out_dtype if carried == "in_place" else wide
+        carry = tokens(heads, value_dim, carried_dtype), array(batch, heads, length)
         dkv = tokens(kv_heads, dim, wide), tokens(kv_heads, value_dim, wide)
         sums = carry, tokens(heads, dim, wide), dkv
 

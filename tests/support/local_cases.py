@@ -210,12 +210,12 @@ def attend(
     carry: Any = None
     dq: Any = None
     dkvs, of_numbers = [], {}
-    for kv, tokens in zip(kvs, kv_tokens, strict=True):
-        arrays = q, kv, q_tokens, tokens
-        carry = local.forward(implementation, *arrays, carry, **of_heads)
-    o, lse = carry
-    out = o.astype(q.dtype)
-    wide = o.dtype
+    for left, kv, tokens in zip(reversed(range(len(kvs))), kvs, kv_tokens, strict=True):
+        out_dtype = q.dtype if left < 2 else None
+        options = of_heads | {"out_dtype": out_dtype}
+        carry = local.forward(implementation, q, kv, q_tokens, tokens, carry, **options)
+    out, lse = carry
+    wide = lse.dtype
     delta = (do.astype(wide) * out.astype(wide)).sum(-1).swapaxes(1, 2) - dlse.swapaxes(1, 2)
     calls = [
         ((q, do), kv, (lse, delta), q_tokens, tokens)

@@ -92,7 +92,7 @@ def forward(
     in_place = False
     if carry is not None:
         given = ForwardResults(rows_of_heads(carry[0], length), pad_axis(carry[1], 2, length))
-        in_place = out_dtype == jnp.float32
+        in_place = carry[0].dtype == out_dtype
         if in_place:
             results = given
         else:
@@ -315,7 +315,7 @@ class _Cta(NamedTuple):
         else:
             old_lse = instructions.load(carry.lse.at[row_place], fragments.rows)
             old_weight, new_weight, lse = merge_weights(old_lse, lse)
-            old = instructions.load(carry.o.at[place], fragments.tile)
+            old = instructions.load(carry.o.at[place], fragments.tile).astype(jnp.float32)
             o = acc * along_rows(weight * new_weight, acc.shape)
             o = o + old * along_rows(old_weight, acc.shape)
         instructions.store(self.results.o.at[place], o.astype(self.results.o.dtype))

@@ -82,9 +82,9 @@ def forward(
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
     shipped = _shipped_config(inputs, spec) if config is None else config
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
-    has_carry = carry is not None
-    static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, has_carry=has_carry)
-    if not static.float32_out and has_carry and static.memory.nbytes > SHARED_MEMORY:
+    carry_dtype = None if carry is None else carry[0].dtype
+    static = ForwardStatic.of(inputs, spec, shipped, out_dtype=out_dtype, carry_dtype=carry_dtype)
+    if static.has_carry and not static.in_place and static.memory.nbytes > SHARED_MEMORY:
         # The largest tiles leave no room to stage o in two dtypes.
         o, lse = forward(inputs, bounds, carry, spec=spec, config=config)
         return o.astype(out_dtype), lse
@@ -97,7 +97,7 @@ def forward(
     scores, k_positions = ScoreInputs.of(inputs, spec, config.tiles), None
     if static.bias_in_accumulator:
         k_positions = scores.kv_tokens.positions.astype(jnp.float32)
-    sink = None if has_carry else inputs.shared.sink_logits
+    sink = None if static.has_carry else inputs.shared.sink_logits
     padded = PaddedTiles.of(inputs, config) if static.zeroes_padding else None
     arrays = ForwardInputs(bounds, q, k, v, scores, k_positions, sink, None, padded)
     # TMA writes the lse of a whole tile, also of one that extends past the last query. Without

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -82,12 +83,9 @@ def _write_lanes(
     if first and not out_first:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if carry_weight is not None:
-        if first:
-            _fetch_o(consumer, first)
-        plgpu.barrier_wait(memory.o_arrived.at[warpgroup])
-        old = plgpu.load(_carry_memory(consumer).at[warpgroup], layout=TILE)
+        old = _incoming(consumer, first)
         part = part + old * along_rows(carry_weight, part.shape)
-        if not static.float32_out:
+        if not static.in_place:
             # Waits for the other threads, which read the lanes that the next copy overwrites.
             plgpu.commit_smem()
     memory.out[warpgroup, :, out_first : out_first + lanes] = part.astype(static.out_dtype)
@@ -100,13 +98,25 @@ def _write_lanes(
         )
 
 
+def _incoming(consumer: Consumer, first: int) -> jax.Array:
+    """Lanes of the incoming o from ``first`` on, float32; they are copied where none before was."""
+    memory, warpgroup = _carry_memory(consumer), consumer.warpgroup
+    offset = first % memory.shape[-1]
+    if not offset:
+        if first:
+            _fetch_o(consumer, first)
+        plgpu.barrier_wait(consumer.refs.memory.o_arrived.at[warpgroup])
+    lanes = pl.ds(offset, consumer.static.lanes)
+    return plgpu.load(memory.at[warpgroup, :, lanes], layout=TILE).astype(jnp.float32)
+
+
 def _fetch_o(consumer: Consumer, first: int) -> None:
     """Starts the copy of some lanes of the incoming o."""
-    warpgroup, work = consumer.warpgroup, consumer.work
-    lanes = pl.ds(first, consumer.static.lanes)
+    memory, warpgroup, work = _carry_memory(consumer), consumer.warpgroup, consumer.work
+    lanes = pl.ds(first, memory.shape[-1])
     o = _carry(consumer).o.at[work.batch, consumer.queries, work.head, lanes]
-    target = _carry_memory(consumer).at[warpgroup]
-    plgpu.copy_gmem_to_smem(o, target, consumer.refs.memory.o_arrived.at[warpgroup])
+    arrived = consumer.refs.memory.o_arrived.at[warpgroup]
+    plgpu.copy_gmem_to_smem(o, memory.at[warpgroup], arrived)
 
 
 def _carry(consumer: Consumer) -> ForwardResults:
@@ -116,6 +126,6 @@ def _carry(consumer: Consumer) -> ForwardResults:
 
 
 def _carry_memory(consumer: Consumer) -> Any:
-    """The staging buffer of the incoming o: the result's, if that is float32 as well."""
+    """The staging buffer of the incoming o: the result's, if they have one dtype."""
     memory = consumer.refs.memory
     return memory.out if memory.carry_o is None else memory.carry_o

@@ -50,7 +50,7 @@ class ForwardMemory(NamedTuple):
       v: ``[v_stages, block_kv, Hv]``.
       out: ``[W, 64, result_lanes]``, staging buffer for o.
       carry_o: float32 ``[W, 64, float32_lanes]``, staging buffer for the incoming o. None without a
-        carry, and where o is float32, which ``out`` then serves for both.
+        carry, and where o has its dtype: ``out`` then serves for both.
       lse: float32 ``[W, 64]``, of the carry, then of the result. With ``k_positions`` it has one
         row more, for ``scheduler_slots``.
       slots: float32 ``[SLOTS]``, for ``scheduler_slots``; None with ``k_positions``.
@@ -87,7 +87,7 @@ class ForwardMemory(NamedTuple):
         head_dim: int,
         dtype: DTypeLike,
         out_dtype: DTypeLike,
-        has_carry: bool,
+        carry_dtype: DTypeLike | None,
         bias_in_accumulator: bool = False,
         value_dim: int | None = None,
         zeroes_padding: bool = False,
@@ -99,13 +99,13 @@ class ForwardMemory(NamedTuple):
           head_dim: H.
           dtype: of queries, keys and values.
           out_dtype: of o.
-          has_carry: whether there is a float32 o to merge with.
+          carry_dtype: of the o to merge with, float32 or that of o; None without one.
           bias_in_accumulator: whether the accumulator of ``q k^T`` starts from the bias.
           value_dim: Hv; None is H.
           zeroes_padding: whether the producer writes zeros in padding.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = config, head_dim, dtype, out_dtype, has_carry, bias_in_accumulator, value_dim
+        sizes = config, head_dim, dtype, out_dtype, carry_dtype, bias_in_accumulator, value_dim
         memories = [
             cls._of(*sizes, zeroes_padding, most_lanes) for most_lanes in staging_limits(value_dim)
         ]
@@ -114,7 +114,7 @@ class ForwardMemory(NamedTuple):
     @classmethod
     def _of(
         cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, out_dtype: DTypeLike,
-        has_carry: bool, bias_in_accumulator: bool, value_dim: int, zeroes_padding: bool,
+        carry_dtype: DTypeLike | None, bias_in_accumulator: bool, value_dim: int, zeroes_padding: bool,
         most_lanes: int,
     ) -> ForwardMemory:  # fmt: skip
         block_kv, stages = config.block_kv, config.stages
@@ -124,7 +124,7 @@ class ForwardMemory(NamedTuple):
         lanes = float32_lanes(value_dim, most_lanes)
         out_lanes = result_lanes(value_dim, float32, most_lanes)
         carry_o = None
-        if has_carry and not float32:
+        if carry_dtype is not None and carry_dtype != out_dtype:
             carry_o = _matrix((consumers, rows, lanes), jnp.float32)
         slots, k_positions = plgpu.SMEM((SLOTS,), jnp.float32), None
         if bias_in_accumulator:

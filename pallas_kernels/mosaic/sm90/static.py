@@ -115,11 +115,11 @@ class ForwardStatic(Sm90Static):
 
     Attributes:
       out_dtype: of o.
-      has_carry: whether there is an incoming (o, lse) to merge with.
+      carry_dtype: of the incoming o to merge with, float32 or that of o; None without one.
     """
 
     out_dtype: np.dtype
-    has_carry: bool
+    carry_dtype: np.dtype | None
 
     @property
     def bias_in_accumulator(self) -> bool:
@@ -175,18 +175,18 @@ class ForwardStatic(Sm90Static):
         return self.config.stages > 2
 
     @property
-    def float32_out(self) -> bool:
-        """Whether o is float32."""
-        return self.out_dtype == jnp.float32
-
-    @property
     def in_place(self) -> bool:
         """Whether o and lse overwrite the carry."""
-        return self.has_carry and self.float32_out
+        return self.carry_dtype == self.out_dtype
+
+    @property
+    def has_carry(self) -> bool:
+        """Whether there is an incoming (o, lse) to merge with."""
+        return self.carry_dtype is not None
 
     @property
     def lanes(self) -> int:
-        """Lanes of the incoming o that are in shared memory at a time."""
+        """Lanes of o that are computed at a time: one float32 tile in shared memory."""
         memory = self.memory
         if memory.carry_o is not None:
             return memory.carry_o.shape[-1]
@@ -217,7 +217,7 @@ class ForwardStatic(Sm90Static):
     def memory(self) -> ForwardMemory:
         """Descriptions of the shared memory."""
         return ForwardMemory.of(
-            self.config, self.head_dim, self.dtype, self.out_dtype, self.has_carry,
+            self.config, self.head_dim, self.dtype, self.out_dtype, self.carry_dtype,
             self.bias_in_accumulator, self.value_dim, self.zeroes_padding,
         )  # fmt: skip
 
