@@ -114,8 +114,8 @@ class ForwardMemory(NamedTuple):
     @classmethod
     def _of(
         cls, config: MosaicConfig, head_dim: int, dtype: DTypeLike, out_dtype: DTypeLike,
-        carry_dtype: DTypeLike | None, bias_in_accumulator: bool, value_dim: int, zeroes_padding: bool,
-        most_lanes: int,
+        carry_dtype: DTypeLike | None, bias_in_accumulator: bool, value_dim: int,
+        zeroes_padding: bool, most_lanes: int,
     ) -> ForwardMemory:  # fmt: skip
         block_kv, stages = config.block_kv, config.stages
         v_stages = config.v_stages or stages
