@@ -183,6 +183,31 @@ def is_jaxpr(x):
     return hasattr(x, "eqns")
 
 
+def calls_of(jaxpr, name):
+    """The equations of a traced program that call a jitted function of this name."""
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == name:
+            yield equation
+            continue
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
+            inner = getattr(value, "jaxpr", value)
+            yield from calls_of(inner, name) if is_jaxpr(inner) else ()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtypes"),
+    [(1, ["bfloat16"]), (2, ["bfloat16"] * 2), (5, ["float32"] * 3 + ["bfloat16"] * 2)],
+)
+def test_out_is_rounded_by_the_last_two_steps(size, dtypes):
+    """So the last one can work in place; any earlier rounding would add up."""
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(seq=size), implementation=IMPLEMENTATIONS["xla"]
+    )
+    x = jnp.zeros((1, 10, 2, 8), jnp.bfloat16)
+    calls = calls_of(jax.make_jaxpr(attend)(x, x, x).jaxpr, "forward")
+    assert [call.outvars[0].aval.dtype.name for call in calls] == dtypes
+
+
 # By ring step, with a barrier per result at the end of each pass. Between the passes are the
 # barriers of out, of lse, of delta and of the backward ring's inputs.
 SEQUENCES = {
