@@ -40,9 +40,9 @@ test-all: $(STAMP)
 replay: $(STAMP)
 	$(RUN) -m pytest -n 0 -m replay $(PYTEST_ARGS)
 
-# tests/gpu/run.py lists the parts and the exit statuses.
+# tests/gpu/run_parts.py lists the parts and the exit statuses.
 gpu: $(STAMP)
-	$(RUN) tests/gpu/run.py $(GPU_ARGS)
+	$(RUN) tests/gpu/run_parts.py $(GPU_ARGS)
 
 check:
 	@$(MAKE) --no-print-directory venv EXTRAS=$(DEV)

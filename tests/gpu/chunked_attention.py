@@ -262,7 +262,9 @@ def compare(got: Results, lse, want: Reference, *, dtype, has_sinks=False) -> Co
     for name, zeros in (("out", blind), ("dq", blind), ("dk", per_key), ("dv", per_key)):
         x, truth, rounded = (getattr(r, name) for r in (got, want.truth, want.rounded))
         x = x.astype(jnp.float32)
-        error, allowed, size = (jnp.sqrt((y**2).sum(-1)) for y in (x - truth, rounded - truth, truth))
+        error, allowed, size = (
+            jnp.sqrt((y**2).sum(-1)) for y in (x - truth, rounded - truth, truth)
+        )
         nonzero += jnp.sum((x != 0) & zeros[..., None], dtype=jnp.int32)
         # The result itself is rounded.
         rms.append(_rms(error) / (RMS_FACTOR * _rms(allowed) + 0.1 * eps * _rms(size)))

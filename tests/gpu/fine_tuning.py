@@ -29,8 +29,8 @@ import burst_jax
 from burst_jax.models import load
 
 sys.path.insert(0, str(model_folder.ROOT / "examples"))
-import run_batches  # noqa: E402 - the examples are scripts, not a package
-import run_options  # noqa: E402
+import run_batches
+import run_options
 
 # float32 in another order of summation.
 FLOAT32_RMS = 1e-4
@@ -121,7 +121,8 @@ def check_loss(options: list[str], out: Path, original: Path, tuned: Path) -> fl
     reported = json.loads((out / "summary.json").read_text())["ring"]["nll"]
     rows = held_out(options)
     before, after = (
-        loss_by_peer(Peer(folder), rows["rows"], rows["segment_ids"]) for folder in (original, tuned)
+        loss_by_peer(Peer(folder), rows["rows"], rows["segment_ids"])
+        for folder in (original, tuned)
     )
     print(f"loss: {before:.4f} before, {after:.4f} after; train_lm.py says {reported:.4f}")
     if not before - after > LEARNED:
@@ -151,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     length = 256 if args.small else 4096
     options = shlex.split(
         f"--model {original} --data {text} --out {args.out / 'run'} --seq-len {length} --batch 2 "
-        "--lora-rank 8 --lora-alpha 16 --lr 5e-3 --steps 20 --eval-batches 1 --sample-tokens 0"
+        "--lora-rank 8 --lora-alpha 16 --lr 1e-2 --steps 30 --eval-batches 1 --sample-tokens 0 "
+        "--checkpoint-every 0"
     )
     train(options)
     tuned = args.out / "run" / "model"

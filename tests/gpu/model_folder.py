@@ -66,14 +66,19 @@ def shapes_of(size: Size) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (VOCABULARY, size.features),
         "model.norm.weight": (size.features,),
     }
+    per_layer = {
+        "self_attn.q_proj": (queries, size.features),
+        "self_attn.k_proj": (keys, size.features),
+        "self_attn.v_proj": (keys, size.features),
+        "self_attn.o_proj": (size.features, queries),
+        "mlp.up_proj": (size.hidden, size.features),
+        "mlp.gate_proj": (size.hidden, size.features),
+        "mlp.down_proj": (size.features, size.hidden),
+        "input_layernorm": (size.features,),
+        "post_attention_layernorm": (size.features,),
+    }
     for layer in range(size.layers):
-        for name, shape in {
-            "self_attn.q_proj": (queries, size.features), "mlp.up_proj": (size.hidden, size.features),
-            "self_attn.k_proj": (keys, size.features), "mlp.gate_proj": (size.hidden, size.features),
-            "self_attn.v_proj": (keys, size.features), "mlp.down_proj": (size.features, size.hidden),
-            "self_attn.o_proj": (size.features, queries), "input_layernorm": (size.features,),
-            "post_attention_layernorm": (size.features,),
-        }.items():  # fmt: skip
+        for name, shape in per_layer.items():
             found[f"model.layers.{layer}.{name}.weight"] = shape
     return found
 

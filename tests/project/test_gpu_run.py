@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import run as gpu_run
+import run_parts as gpu_run
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[1] / "gpu" / "run_parts.py"
 HOPPER = {"count": 2, "platform": "gpu", "kind": "H100", "capability": "9.0", "jax": "0.12"}
 AMPERE = HOPPER | {"kind": "A100", "capability": "8.0"}
 
@@ -31,7 +31,8 @@ def run(tmp_path, *parts, limit=60.0, jobs=2):
 
 
 def test_every_part_has_a_line_with_its_figures(tmp_path):
-    adds = ["print('figure: {\"rings\": %d, \"error\": %s}')" % each for each in ((3, 0.5), (4, 0.25))]
+    figures = ({"rings": 3, "error": 0.5}, {"rings": 4, "error": 0.25})
+    adds = [f"print('figure: {json.dumps(each)}')" for each in figures]
     trains = "print('  relative difference 1.5e-06')"
     tests = "print('19 passed, 2 warnings in 3.20s')"
     status, lines = run(
@@ -64,9 +65,9 @@ def test_a_failed_part_shows_its_end_and_stops_no_other(tmp_path):
 def test_a_part_and_its_children_end_at_their_limit(tmp_path):
     child = tmp_path / "child"
     hangs = (
-        "import os, subprocess, sys, time; print('began', flush=True)\n"
-        "code = 'import time; time.sleep(600)'\n"
-        f"open({str(child)!r}, 'w').write(str(subprocess.Popen([sys.executable, '-c', code]).pid))\n"
+        "import subprocess, sys, time; print('began', flush=True)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
         "time.sleep(600)"
     )
     start = time.monotonic()
@@ -84,8 +85,9 @@ def test_what_the_whole_run_has_no_time_for_is_a_failure(tmp_path):
     status, lines = run(tmp_path, part("first", sleeps), part("second", "pass"), limit=2, jobs=1)
     assert status == gpu_run.FAILED
     assert [line.split()[1] for line in lines if line[0] != " "] == ["failed", "failed"]
-    assert "  the time of the whole run was over before it could start: second_0.log; the end of" in (
-        "\n".join(lines)
+    assert (
+        "  the time of the whole run was over before it could start: second_0.log; the end of"
+        in ("\n".join(lines))
     )
 
 
@@ -131,7 +133,7 @@ def test_mistakes(tmp_path, capsys):
     """No GPU, and no part of that name."""
     env = dict(os.environ, JAX_PLATFORMS="cpu")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "gpu" / "run.py"), "--out", str(tmp_path / "out")],
+        [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")],
         capture_output=True, text=True, env=env, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (gpu_run.MISUSED, "")

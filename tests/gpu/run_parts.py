@@ -1,8 +1,8 @@
 """``make gpu``: whether what people run on GPUs is right, on this machine's GPUs, in minutes.
 
-    python tests/gpu/run.py                 # every part, concurrently
-    python tests/gpu/run.py rings           # the parts whose names contain a word
-    python tests/gpu/run.py --small         # small sizes on 8 CPU devices, to test this script
+    python tests/gpu/run_parts.py            # every part, concurrently
+    python tests/gpu/run_parts.py rings      # the parts whose names contain a word
+    python tests/gpu/run_parts.py --small    # small sizes on 8 CPU devices, to test this script
 
 It prints a line for each part: its name, what became of it, seconds, and the figures that matter. A
 part that fails does not stop the others; the end of its output follows its line. All output is kept
@@ -93,7 +93,7 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
             "--steps 2 --seq-len 128 --layers 1 --embed-dim 32 --heads 2 --kv-heads 1 "
             "--head-dim 16 --eval-batches 1 --sample-tokens 0"
         )
-    parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "optax"))]
+    parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "tokenizers"))]
     for family in families(devices):
         rings = [script["rings"], "--implementation", family]
         rings += shlex_split(
