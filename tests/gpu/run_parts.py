@@ -39,10 +39,8 @@ _SHOWN = 40
 _FIGURE = re.compile(r"^figure: (\{.*\})$", re.MULTILINE)
 # What the training script prints: the two perplexities are compared by itself.
 _DIFFERENCE = re.compile(r"^ +relative difference (\S+)$", re.MULTILINE)
-# What pytest prints at the end.
-_TESTS = re.compile(r"^(\d+) passed.* in [\d.]+s", re.MULTILINE)
-# Drawn programs of tests/pallas_kernels/test_local_drawn.py.
-_LOCAL_PROGRAMS = 75
+# What the script of drawn local calls prints at the end.
+_LOCAL = re.compile(r"^drawn calls: (\d+) right .*?(\d+) wrong", re.MULTILINE)
 _DEVICES = """
 import json, jax
 d = jax.devices()
@@ -89,16 +87,31 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
     train = [str(ROOT / "examples" / "train_lm.py"), "--out", str(out / "training")]
     train += ["--steps", "20"]
     if small:
-        train += shlex_split(
-            "--steps 2 --seq-len 128 --layers 1 --embed-dim 32 --heads 2 --kv-heads 1 "
-            "--head-dim 16 --eval-batches 1 --sample-tokens 0"
-        )
+        train += [
+            "--steps",
+            "2",
+            "--seq-len",
+            "128",
+            "--layers",
+            "1",
+            "--embed-dim",
+            "32",
+            "--heads",
+            "2",
+            "--kv-heads",
+            "1",
+            "--head-dim",
+            "16",
+            "--eval-batches",
+            "1",
+            "--sample-tokens",
+            "0",
+        ]
     parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "tokenizers"))]
     for family in families(devices):
         rings = [script["rings"], "--implementation", family]
-        rings += shlex_split(
-            "--count 4 --tokens 128 160" if small else "--count 90 --least 10 --seconds 270"
-        )
+        drawn = "--count 4 --tokens 128 160" if small else "--count 90 --least 10 --seconds 270"
+        rings += drawn.split()
         commands = [[*rings, "--worker", str(i), str(workers)] for i in range(workers)]
         parts.append(Part(f"rings, {family}", commands, 420, memory=0.07))
     for family in families(devices):
@@ -112,15 +125,11 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
 
 
 def local_calls(family: str, workers: int) -> Part:
-    """Drawn calls of local attention, on one device: each process runs some of the tests."""
-    file = str(ROOT / "tests" / "pallas_kernels" / "test_local_drawn.py")
-    name = f"{file}::test_drawn_calls_are_exact_and_repeat_bit_for_bit"
-    common = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--implementation", family]
-    commands = [
-        [*common, *(f"{name}[{i}]" for i in range(worker, _LOCAL_PROGRAMS, workers))]
-        for worker in range(workers)
-    ]
-    return Part(f"local calls, {family}", commands, 420, needs=("pytest",))
+    """Drawn calls of local attention, on one device; the script starts the workers."""
+    script = str(ROOT / "tests" / "pallas_kernels" / "run_drawn.py")
+    options = f"--family {family} --programs 500 --minutes 4 --workers {workers}"
+    needs = ("pytest",)  # What the tests share imports it.
+    return Part(f"local calls, {family}", [[script, *options.split()]], 420, needs=needs)
 
 
 def families(devices: dict[str, Any]) -> list[str]:
@@ -129,11 +138,6 @@ def families(devices: dict[str, Any]) -> list[str]:
         return ["xla"]
     hopper = ["mosaic_sm90"] if devices["capability"] == "9.0" else []
     return [*hopper, "mosaic_sm80"]
-
-
-def shlex_split(text: str) -> list[str]:
-    """Words of a command without quotes."""
-    return text.split()
 
 
 def find_devices(small: bool) -> dict[str, Any]:
@@ -208,8 +212,9 @@ def figures(outputs: Sequence[str]) -> str:
             for name, value in json.loads(line).items():
                 old = found.get(name, 0)
                 found[name] = old + value if isinstance(value, int) else max(old, value)
-        if tests := _TESTS.findall(output):
-            found["programs"] = found.get("programs", 0) + int(tests[-1])
+        if counts := _LOCAL.findall(output):
+            right, wrong = map(int, counts[-1])
+            found |= {"programs": right + wrong, "wrong": wrong}
         if differences := _DIFFERENCE.findall(output):
             found["perplexities differ by"] = float(differences[-1])
     return ", ".join(
@@ -278,11 +283,11 @@ def main(argv: list[str] | None = None) -> int:
     add("words", nargs="*", help="run only the parts whose names contain one of these")
     add("--small", action="store_true", help="small sizes on 8 CPU devices")
     add("--out", type=Path, default=ROOT / "out" / "gpu", help="folder (default: out/gpu)")
-    add("--jobs", type=int, help="processes at once (default: two thirds of the CPU cores)")
+    add("--jobs", type=int, help="processes at once (default: the CPU cores)")
     add("--limit", type=float, default=480, help="seconds for the whole run (default: 480)")
     args = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
-    jobs = max(1, 2 * cores // 3) if args.jobs is None else args.jobs
+    jobs = cores if args.jobs is None else args.jobs
     if jobs < 1 or args.limit <= 0:
         parser.error(f"--jobs is {jobs}, --limit {args.limit}: both must be positive")
     start = time.monotonic()
@@ -291,8 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISUSED
-    # Two families of rings and of local calls, and three other processes.
-    workers = 1 if args.small else max(1, min(4, (jobs - 3) // 3))
+    # Of rings and local calls of two families each, next to three other processes.
+    workers = 1 if args.small else max(1, min(5, (cores - 3) // 4))
     parts = parts_of(devices, args.out, args.small, workers)
     chosen = [p for p in parts if not args.words or any(word in p.name for word in args.words)]
     if not chosen:
