@@ -85,28 +85,13 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
     size = ["--small"] if small else []
     peer = ("torch", "transformers", "safetensors", "tokenizers")
     train = [str(ROOT / "examples" / "train_lm.py"), "--out", str(out / "training")]
-    train += ["--steps", "20"]
+    steps = "--steps 20"
     if small:
-        train += [
-            "--steps",
-            "2",
-            "--seq-len",
-            "128",
-            "--layers",
-            "1",
-            "--embed-dim",
-            "32",
-            "--heads",
-            "2",
-            "--kv-heads",
-            "1",
-            "--head-dim",
-            "16",
-            "--eval-batches",
-            "1",
-            "--sample-tokens",
-            "0",
-        ]
+        steps = (
+            "--steps 2 --seq-len 128 --layers 1 --embed-dim 32 --heads 2 --kv-heads 1 "
+            "--head-dim 16 --eval-batches 1 --sample-tokens 0"
+        )
+    train += steps.split()
     parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "tokenizers"))]
     for family in families(devices):
         rings = [script["rings"], "--implementation", family]
