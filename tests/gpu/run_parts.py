@@ -95,7 +95,7 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
     parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "tokenizers"))]
     for family in families(devices):
         rings = [script["rings"], "--implementation", family]
-        drawn = "--count 4 --tokens 128 160" if small else "--count 90 --least 10 --seconds 270"
+        drawn = "--count 4 --tokens 128 160" if small else "--count 90 --least 6 --seconds 270"
         rings += drawn.split()
         commands = [[*rings, "--worker", str(i), str(workers)] for i in range(workers)]
         parts.append(Part(f"rings, {family}", commands, 420, memory=0.07))
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     jobs = cores if args.jobs is None else args.jobs
     if jobs < 1 or args.limit <= 0:
         parser.error(f"--jobs is {jobs}, --limit {args.limit}: both must be positive")
-    start = time.monotonic()
+    start, args.out = time.monotonic(), args.out.resolve()
     try:
         devices = find_devices(args.small)
     except RuntimeError as error:
