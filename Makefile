@@ -1,6 +1,7 @@
 # make train, make test: both install what they need. make test-all: every test, not only the quick
-# ones. make check: lint and types.
+# ones. make check: lint and types. make gpu: what users run on GPUs, on this machine's.
 SHELL := bash
+# VENV= (empty) runs $(PYTHON) as it is, on a machine that can install nothing.
 VENV ?= .venv
 GPU_EXTRA := $(shell .ci/extras)
 # Extras of the package that are installed; a GPU adds JAX's CUDA plugin.
@@ -10,16 +11,18 @@ DOCS ?= docs
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
+GPU_ARGS ?=
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 , := ,
-STAMP := $(VENV)/installed-$(subst $(,),-,$(EXTRAS))
+STAMP := $(if $(VENV),$(VENV)/installed-$(subst $(,),-,$(EXTRAS)))
+RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
 # Without a GPU JAX initializes the CPU alone, even if the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
-.PHONY: train test test-all replay check format venv clean
+.PHONY: train test test-all replay gpu check format venv clean
 
 train: $(STAMP)
-	$(PLATFORM) $(VENV)/bin/python examples/train_lm.py $(TRAIN_ARGS)
+	$(PLATFORM) $(RUN) examples/train_lm.py $(TRAIN_ARGS)
 
 # A worker runs consecutive tests, which share compiled programs, and then takes over some of another
 # worker's. Compiled programs stay in .pytest_cache/jax for the next run (tests/conftest.py).
@@ -28,14 +31,18 @@ SPREAD = -n $(WORKERS) --dist worksteal
 # tests/conftest.py explains the markers; the summary counts the tests that were left out.
 QUICK = not slow and not cuda_compiler and not mosaic_interpreter
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(SPREAD) -m '$(QUICK)' $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SPREAD) -m '$(QUICK)' $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SPREAD) $(PYTEST_ARGS)
 
 # In one process: consecutive cases share their reference.
 replay: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 0 -m replay $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 0 -m replay $(PYTEST_ARGS)
+
+# tests/gpu/run_parts.py lists the parts and the exit statuses.
+gpu: $(STAMP)
+	$(RUN) tests/gpu/run_parts.py $(GPU_ARGS)
 
 check:
 	@$(MAKE) --no-print-directory venv EXTRAS=$(DEV)
@@ -50,11 +57,13 @@ format:
 
 venv: $(STAMP)
 
+ifneq ($(VENV),)
 $(STAMP): pyproject.toml
 	python=$$(.ci/find-python) && "$$python" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e ".[$(EXTRAS)]" $(PIP_ARGS)
 	touch $@
+endif
 
 # Without mkdocs-material's notice about its successor.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs

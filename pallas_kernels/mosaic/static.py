@@ -118,6 +118,15 @@ class KernelStatic[Config: TileConfig]:
         return self.masks_by_tokens or self.has_block_mask
 
     @property
+    def skips_masks(self) -> bool:
+        """Whether a step on a tile without masked scores is other code than one on any tile.
+
+        It says nothing about which tiles need a mask: tile bounds alone do. They count the tiles of
+        a partial query tile among those, so there are some in a call that masks no score at all.
+        """
+        return self.needs_mask or self.keys_are_padded
+
+    @property
     def has_few_terms(self) -> bool:
         """Whether the only options are windows, and dropout or user functions that only add."""
         score, dropout = self.spec.score, self.spec.dropout

@@ -39,6 +39,28 @@ def assert_exact(got, reference, dtype, factor=1.5, lse_factor=None, noise=None)
     assert_zero_where_blind(got, reference)
 
 
+def assert_within(got, reference, bounds):
+    """Every element differs from the truth by no more than its bound; -inf is -inf.
+
+    ``bounds``: of :func:`dense.largest_errors`. Then :func:`assert_zero_where_blind`.
+    """
+    names = *NAMES, *(f"number {i}" for i in range(len(bounds) - len(NAMES)))
+    for name, g, t, bound in zip(names, got, reference.truth, bounds, strict=True):
+        assert g.shape == t.shape, f"{name}: shape {g.shape}, not {t.shape}"
+        finite = np.isfinite(t)
+        gap = np.abs(np.where(finite, g.astype(np.float64), 0) - np.where(finite, t, 0))
+        right = np.where(finite, gap <= bound, g == t)
+        if not right.all():
+            wrong = np.argwhere(~right)
+            at = tuple(wrong[np.argmax(gap[~right] / np.maximum(bound[~right], 1e-30))].tolist())
+            raise AssertionError(
+                f"{name}: {len(wrong)} of {right.size} elements are wrong, the first at "
+                f"{tuple(wrong[0].tolist())}, the worst at {at}: {g[at]}, not {t[at]:.6g} "
+                f"(rounding explains {bound[at]:.2g})"
+            )
+    assert_zero_where_blind(got, reference)
+
+
 def assert_zero_where_blind(got, reference):
     """Queries that attend to nothing, and keys that none attends to: 0, lse -inf or a sink."""
     truth, _, keep, largest_bias = reference

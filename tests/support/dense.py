@@ -15,6 +15,7 @@ import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rounding
 from implementations import quick_jit
 
 
@@ -45,6 +46,34 @@ def reference(
     ``dropout_seeds`` int32 ``[B, N]``, where they are not made of a key. Queries that attend to
     nothing have lse -inf (or their sink), and its cotangent is dropped there.
     """
+    args, largest = _arguments(
+        do, dlse, query, key, value, logits_soft_cap, sink_logits, alibi_slopes, score_mod,
+        dropout_rate, dropout_key, dropout_seeds, masks,
+    )  # fmt: skip
+    return Reference(truth(*args, scale), one_device(*args, scale), args[3], largest)
+
+
+def largest_errors(do, dlse, *, query, key, value, scale=None, **options):
+    """Bounds of the errors that rounding can make, in the order of :attr:`Reference.truth`.
+
+    The arguments are those of :func:`reference`. Every element has its own bound, which holds for
+    few tokens, too, where the error of one device may be 0 by chance. See
+    :func:`rounding.largest_errors`.
+    """
+    names = "logits_soft_cap", "sink_logits", "alibi_slopes", "score_mod", "dropout_rate"
+    own = [options.pop(name, 0.0 if name == "dropout_rate" else None) for name in names]
+    keyed = [options.pop(name, None) for name in ("dropout_key", "dropout_seeds")]
+    args, _ = _arguments(do, dlse, query, key, value, *own, *keyed, options)
+    wide = (np.asarray(x, np.float64) for x in args[:3])
+    run = passes(*wide, args[3], np.asarray(do, np.float64), *args[5:], scale)
+    return rounding.largest_errors(run, query.dtype)
+
+
+def _arguments(
+    do, dlse, query, key, value, logits_soft_cap, sink_logits, alibi_slopes, score_mod,
+    dropout_rate, dropout_key, dropout_seeds, masks,
+):  # fmt: skip
+    """The arguments of :func:`fused`, but the scale, and the largest ALiBi bias."""
     (batch, t, heads, _), s = query.shape, key.shape[1]
     keep = kept(t, s, batch=batch, heads=heads, **masks)
     q, kv = places(t, s, **masks)
@@ -60,7 +89,7 @@ def reference(
         factors = dropout_factors(dropout_seeds, dropout_rate, q[0], kv)
     args = query, key, value, keep, do, dlse, logits_soft_cap, numbers, distance, factors, score
     largest = 0.0 if alibi_slopes is None else np.abs(alibi_slopes).max() * distance.max()
-    return Reference(truth(*args, scale), one_device(*args, scale), keep, float(largest))
+    return args, float(largest)
 
 
 def kept(
@@ -196,7 +225,12 @@ def _score_and_derivative(score, logits):
     return jax.jvp(score, (logits,), (jnp.ones_like(logits),))
 
 
-def fused(
+def fused(*args, **options):
+    """The results of :func:`passes`."""
+    return passes(*args, **options).results
+
+
+def passes(
     query, key, value, keep, do, dlse, soft_cap=None, numbers=None, distance=None, factors=None,
     score=None, scale=None,
 ):  # fmt: skip
@@ -264,7 +298,11 @@ def fused(
     else:
         lse = np.where(some, lse, wide.type(-np.inf))
     lse = lse[..., 0].swapaxes(1, 2)
-    return [out.swapaxes(1, 2), lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers]
+    results = [out.swapaxes(1, 2), lse, *(x.astype(dtype) for x in (dq, dk, dv)), *of_numbers]
+    return rounding.Passes(
+        results, q, k, v, g, p, factors, logits, dlogits, derivative, divisor, of_keys, distance,
+        sinks, delta,
+    )  # fmt: skip
 
 
 def by_row_and_key_head(results, query, key, value, keep, do, dlse):

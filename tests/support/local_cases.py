@@ -64,9 +64,17 @@ class Inputs:
     @functools.cached_property
     def reference(self) -> dense.Reference:
         """Of dense attention over the keys of all shards."""
+        return dense.reference(*self.cotangents, **self._dense_call)
+
+    @functools.cached_property
+    def largest_errors(self) -> list[np.ndarray]:
+        """What rounding can change in each element of the reference's truth."""
+        return dense.largest_errors(*self.cotangents, **self._dense_call)
+
+    @property
+    def _dense_call(self) -> dict[str, Any]:
         key, value = (np.concatenate(x, axis=1) for x in zip(*self.kvs, strict=True))
-        call = self.call | self.numbers
-        return dense.reference(*self.cotangents, query=self.q, key=key, value=value, **call)
+        return {"query": self.q, "key": key, "value": value, **self.call, **self.numbers}
 
     @property
     def arrays(self):
@@ -127,6 +135,9 @@ def make_inputs(case, seed, batch=BATCH):
         if "documents" in case:  # their lengths, without padding, in each shard
             sizes = case["documents"] * SHARDS
             ids[:] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        if case.get("padded"):  # one sequence each, and padding
+            ids = rng.integers(1, length + 1, (batch, 1)) > np.arange(length)
+            ids = ids.astype(np.int32)
         call |= {"query_segment_ids": ids[:, q_at], "key_value_segment_ids": ids[:, all_kv_at]}
     ranges = {}
     if masks.pop("ranges", False):

@@ -180,12 +180,14 @@ def _kernel(
         cta.fragments.zeros((static.config.keys, static.head_dim)),
         cta.fragments.zeros((static.config.keys, static.value_dim)),
     )
-    # Tiles that need a mask come first, for all query heads, then all others.
-    if static.has_masked_tiles:
+    if static.skips_masks:
+        # Tiles that need a mask come first, for all query heads, then all others.
         full_first = _QueryTile(tiles.full_tile(i32(0)), i32(0))
         sums = cta.run_loop(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
-    before = tiles.masked * groups
-    sums = cta.run_loop(sums, before, tiles.full, tiles.full_tile, None, masked=False)
+        before = tiles.masked * groups
+        sums = cta.run_loop(sums, before, tiles.full, tiles.full_tile, None, masked=False)
+    else:
+        sums = cta.run_loop(sums, i32(0), tiles.total, tiles.any_tile, None, masked=True)
     instructions.wait_for_copies()
     # Keys that no query attends to add nothing, but new arrays must be written.
     if adds_dkv:

@@ -136,19 +136,19 @@ def _kernel(
     cta = _Cta.of(static, arrays, results, memory)
     tiles = cta.tiles
     state = cta.start()
-    if static.has_masked_tiles:
 
-        def masked_step(index, state):
-            tile, upcoming = tiles.masked_tile(index), tiles.tile(index + 1)
-            return cta.step(state, tile, upcoming, masked=True)
+    def run(state, count, tile_of, upcoming_of, *, masked):
+        def step(index, state):
+            tile, upcoming = tile_of(index), upcoming_of(index + 1)
+            return cta.step(state, tile, upcoming, masked=masked)
 
-        state = lax.fori_loop(0, tiles.masked, masked_step, state)
+        return lax.fori_loop(0, count, step, state)
 
-    def full_step(index, state):
-        tile, upcoming = tiles.full_tile(index), tiles.full_tile(index + 1)
-        return cta.step(state, tile, upcoming, masked=False)
-
-    state = lax.fori_loop(0, tiles.full, full_step, state)
+    if static.skips_masks:
+        state = run(state, tiles.masked, tiles.masked_tile, tiles.tile, masked=True)
+        state = run(state, tiles.full, tiles.full_tile, tiles.full_tile, masked=False)
+    else:
+        state = run(state, tiles.total, tiles.any_tile, tiles.any_tile, masked=True)
     instructions.wait_for_copies()
     if in_place:
         pl.when(tiles.total > 0)(lambda: cta.finish(state))

@@ -31,11 +31,6 @@ class Static[Config: (ForwardConfig, BackwardConfig)](KernelStatic[Config]):
         """S, rounded up to whole tiles."""
         return self.kv_tiles * self.config.block_kv
 
-    @property
-    def has_masked_tiles(self) -> bool:
-        """Whether some tiles of scores may need a mask."""
-        return self.needs_mask or self.keys_are_padded
-
 
 class AttentionArrays(NamedTuple):
     """What both kernels read: arrays, or references inside a kernel.

@@ -1,0 +1,157 @@
+"""``make gpu``: its script on processes that pass, fail and hang, and its parts on CPU devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import run_parts as gpu_run
+
+SCRIPT = Path(__file__).parents[1] / "gpu" / "run_parts.py"
+HOPPER = {"count": 2, "platform": "gpu", "kind": "H100", "capability": "9.0", "jax": "0.12"}
+AMPERE = HOPPER | {"kind": "A100", "capability": "8.0"}
+
+
+def part(name, *codes, limit=60.0, needs=()):
+    return gpu_run.Part(name, [["-c", code] for code in codes], limit, needs=needs)
+
+
+def run(tmp_path, *parts, limit=60.0, jobs=2):
+    """The exit status and the lines."""
+    lines = []
+    status = gpu_run.run_parts(
+        parts, out=tmp_path, jobs=jobs, limit=limit, small=True, write=lines.append
+    )
+    return status, lines
+
+
+def test_every_part_has_a_line_with_its_figures(tmp_path):
+    figures = ({"rings": 3, "error": 0.5}, {"rings": 4, "error": 0.25})
+    adds = [f"print('figure: {json.dumps(each)}')" for each in figures]
+    trains = "print('  relative difference 1.5e-06')"
+    local = "print('drawn calls: 38 right (mosaic_sm90 38), 2 wrong, 1 not started in time, 9 s')"
+    status, lines = run(
+        tmp_path, part("rings", *adds), part("training", trains), part("local", local)
+    )
+    assert status == gpu_run.PASSED
+    found = {line.split()[0]: line for line in lines}
+    assert len(lines) == len(found) == 3
+    assert "passed" in found["rings"]
+    assert found["rings"].endswith(" s  7 rings, error 0.5")
+    assert found["training"].endswith(" s  perplexities differ by 1.5e-06")
+    assert found["local"].endswith(" s  40 programs, 2 wrong")
+
+
+def test_a_failed_part_shows_its_end_and_stops_no_other(tmp_path):
+    fails = "import sys; print('\\n'.join(map(str, range(100)))); sys.exit('what is wrong')"
+    status, lines = run(tmp_path, part("bad", "pass", fails), part("good", "pass"), jobs=1)
+    assert status == gpu_run.FAILED
+    assert [line.split()[:2] for line in lines if line[0] != " "] == [
+        ["bad", "failed"], ["good", "passed"],
+    ]  # fmt: skip
+    at = lines.index("  exit status 1; the end of its output:")
+    shown = lines[at + 1 : at + 41]
+    assert shown[0] == "  | 61"
+    assert shown[-1] == "  | what is wrong"
+    # All of it is kept.
+    assert (tmp_path / "bad_1.log").read_text().startswith("0\n1\n")
+
+
+def test_a_part_and_its_children_end_at_their_limit(tmp_path):
+    child = tmp_path / "child"
+    hangs = (
+        "import subprocess, sys, time; print('began', flush=True)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    start = time.monotonic()
+    status, lines = run(tmp_path, part("hangs", hangs, limit=3), part("good", "pass"))
+    assert time.monotonic() - start < 30
+    assert status == gpu_run.FAILED
+    assert lines[-2:] == ["  ended after 3 s, its limit; the end of its output:", "  | began"]
+    state = Path(f"/proc/{child.read_text()}/status")
+    # Dead, or a zombie that this container's first process has not collected.
+    assert not state.exists() or "State:\tZ" in state.read_text()
+
+
+def test_what_the_whole_run_has_no_time_for_is_a_failure(tmp_path):
+    sleeps = "import time; time.sleep(600)"
+    status, lines = run(tmp_path, part("first", sleeps), part("second", "pass"), limit=2, jobs=1)
+    assert status == gpu_run.FAILED
+    assert [line.split()[1] for line in lines if line[0] != " "] == ["failed", "failed"]
+    assert (
+        "  the time of the whole run was over before it could start: second_0.log; the end of"
+        in ("\n".join(lines))
+    )
+
+
+def test_a_part_that_cannot_run_is_no_silent_pass(tmp_path):
+    lacks = part("peer", "pass", needs=("json", "no_such_package"))
+    status, lines = run(tmp_path, lacks, part("good", "pass"))
+    assert status == gpu_run.NOT_RUN == 3
+    assert "peer                         not run: needs no_such_package (pip install them)" in lines
+    assert any(line.startswith("good") and "passed" in line for line in lines)
+    # A failure is worse, in any order.
+    bad = part("bad", "raise SystemExit(3)")
+    assert run(tmp_path, lacks, bad)[0] == run(tmp_path, bad, lacks)[0] == gpu_run.FAILED
+
+
+def test_the_parts_of_each_gpu(tmp_path):
+    def names(devices):
+        return [each.name for each in gpu_run.parts_of(devices, tmp_path, False, 3)]
+
+    others = ["fine-tuning with LoRA", "generation"]
+    kinds = ("rings", "local calls")
+    both = [f"{kind}, {family}" for kind in kinds for family in ("mosaic_sm90", "mosaic_sm80")]
+    assert names(HOPPER) == ["training", *both, *others]
+    assert names(AMPERE) == ["training", *both[1::2], *others]
+    for each in gpu_run.parts_of(HOPPER, tmp_path, False, 3):
+        assert all(Path(command[0]).exists() or command[0] == "-m" for command in each.commands)
+        assert 0 < each.limit < 480
+
+
+def test_processes_share_a_gpu_s_memory(tmp_path):
+    env = gpu_run.environment(False, 0.07)
+    assert (env["XLA_PYTHON_CLIENT_PREALLOCATE"], env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == (
+        "false", "0.070",
+    )  # fmt: skip
+    shows = "import os; print('figure: {\"cpus\": %s}' % os.environ['JAX_NUM_CPU_DEVICES'])"
+    assert run(tmp_path, part("env", shows))[1][0].endswith("8 cpus")
+
+
+def test_mistakes(tmp_path, capsys):
+    """No GPU, and no part of that name."""
+    env = dict(os.environ, JAX_PLATFORMS="cpu")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (gpu_run.MISUSED, "")
+    assert done.stderr.startswith("error: JAX finds no GPU here, but cpu: install jax[cuda13], or")
+    assert not (tmp_path / "out").exists()
+    for options, message in (
+        (["--small", "nothing"], "no part has ['nothing'] in its name: training, rings, xla"),
+        (["--jobs", "0"], "--jobs is 0, --limit 480: both must be positive"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            gpu_run.main([*options, "--out", str(tmp_path / "out")])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rings_and_training_on_cpu_devices(tmp_path, capsys):
+    """The parts that need no further package, in their smallest form."""
+    options = ["--small", "--limit", "900", "--out", str(tmp_path / "out"), "rings", "training"]
+    assert gpu_run.main(options) == gpu_run.PASSED, capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8 x cpu, JAX ")
+    assert {line.split()[0] for line in lines[1:-1]} == {"rings,", "training"}
+    assert lines[-1].startswith("all passed, ")
+    record = (tmp_path / "out" / "rings_xla_0.log").read_text().splitlines()[-1]
+    assert json.loads(record.removeprefix("figure: "))["rings"] == 4
