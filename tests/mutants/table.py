@@ -20,6 +20,7 @@ PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
 LORA = "tests/models/test_lora.py -k"
+ACTIVATIONS = "tests/models/test_activations.py"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
 SERVING = "tests/serving/test_serving.py -k"
@@ -268,6 +269,10 @@ MUTANTS = [
     ("burst_jax/layers/rope.py", "if self.mscale and self.mscale_all_dim:", "if self.mscale:",
      f"{NNX_LAYER} -k yarn"),
     ("burst_jax/models/decoder_layer.py", "else (window - 1, 0)", "else (window, 0)", f"{HF_MODELS} gemma3"),
+    ("burst_jax/models/activations.py", "    return half * x * _erfc(-x * root)",
+     "    return jax.nn.gelu(x, approximate=False)", ACTIVATIONS),
+    ("burst_jax/models/activations.py", "np.asarray(-2 / np.sqrt(np.pi), x.dtype)",
+     "np.asarray(-2 / np.pi, x.dtype)", ACTIVATIONS),
     ("burst_jax/models/feed_forward.py", "self._projection(self.down)._replace(bias=None)",
      "self._projection(self.down)", "tests/models/test_feed_forward.py"),
     ("burst_jax/models/feed_forward.py", "x, y, preferred_element_type=jnp.float32)", "x, y)",
