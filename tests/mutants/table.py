@@ -23,6 +23,7 @@ LORA = "tests/models/test_lora.py -k"
 ACTIVATIONS = "tests/models/test_activations.py"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
+HF_FILES = "tests/models/test_hf_files.py -k tied"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
@@ -328,6 +329,9 @@ MUTANTS = [
      "tests/pallas_kernels/test_sm90_interpreted.py -k split"),
     ("pallas_kernels/mosaic/sm90/forward.py", "has_block_mask and config.block_kv % BLOCK_TOKENS",
      "False", "tests/pallas_kernels/test_sm90_interpreted.py -k whole_blocks"),
+    ("burst_jax/models/hf/tied.py", "range(0, shape[0], rows)", "range(0, rows, rows)", HF_FILES),
+    ("burst_jax/models/hf/tied.py", "    given[\"tie_word_embeddings\"] = False\n", "", HF_FILES),
+    ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),
     ("burst_jax/models/hf/peft.py", "float(lora.rank if lora.alpha is None else lora.alpha)",
      "float(1 if lora.alpha is None else lora.alpha)", "tests/models/test_hf_adapter.py"),
     ("burst_jax/serving/prompts.py", "not 0 <= ids < vocab_size:", "not 0 <= ids <= vocab_size:",
