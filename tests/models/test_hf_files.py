@@ -70,7 +70,7 @@ def test_mxfp4_tensors_are_dequantized(tmp_path):
     (folder / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
-    with pytest.raises(NotImplementedError, match=r"quantization_config is .* and must be None"):
+    with pytest.raises(NotImplementedError, match=r"FineGrainedFP8Config\(dequantize=True\)"):
         load(folder, mesh=mesh)
 
 
@@ -92,9 +92,14 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     message = (
         "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: model.extra; "
         "of another shape: lm_head.weight is [63, 32], expected [64, 32]; of another dtype than "
-        f"F64, F32, F16, BF16: {name} is I8; pass ignore="
+        f"F64, F32, F16, BF16: {name} is I8; these weights are quantized, and their scales are "
+        "needed, too: dequantize the checkpoint with transformers"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
+        load(path, mesh=ONE)
+    save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
+    message = "unexpected: model.extra; if .* as ignore=, on a command line --ignore$"
+    with pytest.raises(ValueError, match=message):
         load(path, mesh=ONE)
     # Unexpected tensors and unknown keys can be ignored; RoPE's frequencies always are.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)

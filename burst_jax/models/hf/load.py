@@ -21,7 +21,9 @@ from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hf.config import read_config
 from burst_jax.models.hf.family import Family, Multimodal
+from burst_jax.models.hf.fields import ignoring
 from burst_jax.models.hf.files import FLOATING, TensorFiles
+from burst_jax.models.hf.quantized import DEQUANTIZE
 from burst_jax.models.hf.tensors import Weight, index_of, weights_of
 from burst_jax.models.hf.tied import UntiedHead, head_name, resolve_head
 from burst_jax.models.weights import flat_weights, with_weights
@@ -96,8 +98,8 @@ def load(
       remat: see :class:`burst_jax.models.DecoderConfig`.
       remat_layers: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
-      ignore: unknown keys of ``config.json`` or its RoPE, and tensors, that do not change the
-        computation.
+      ignore: names of unknown keys of ``config.json`` or its RoPE, and of tensors, that do not
+        change the computation.
       **options: attention options, like ``mesh`` and ``layout``, see
         :class:`burst_jax.models.Decoder`. A mesh is required: here, or by ``jax.set_mesh``.
 
@@ -123,8 +125,8 @@ def load(
         warnings.warn(
             f"{printable(folder)} has tie_word_embeddings true, and its {head_name(family)} "
             "differs from the embedding: they are not tied, as in transformers. Set "
-            "tie_word_embeddings to false in its config.json, or pass "
-            f"ignore=({head_name(family)!r},) to use the embedding",
+            "tie_word_embeddings to false in its config.json, or to use the embedding "
+            f"{ignoring([head_name(family)])}",
             UntiedHead,
             stacklevel=2,
         )
@@ -185,8 +187,13 @@ def check_tensors(
     weights: list[Weight],
     ignore: Collection[str],
     described_by: str = "its config.json describes",
+    skip: str = "if the unexpected ones do not change the computation, pass their names as ignore=, "
+    "on a command line --ignore",
 ) -> None:
-    """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers."""
+    """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers.
+
+    ``skip`` is the remedy for unexpected tensors.
+    """
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
@@ -212,8 +219,8 @@ def check_tensors(
         if names
     ]
     if found:
+        found += [DEQUANTIZE] if quantized else [skip] if unexpected else []
         raise ValueError(
             f"{printable(folder)} does not have the tensors that {described_by}; "
             + "; ".join(found)
-            + ("; pass ignore= to skip tensors" if unexpected else "")
         )
