@@ -17,9 +17,7 @@ def _erfc(x: jax.Array) -> jax.Array:
 
 
 @_erfc.defjvp
-def _erfc_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _erfc_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """By the formula, ``-2 / sqrt(pi) exp(-x^2)``.
 
     JAX 0.12 differentiates ``lax.erfc`` and ``lax.erf`` of float32 by a polynomial whose

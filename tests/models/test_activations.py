@@ -36,9 +36,7 @@ def test_values_and_derivatives_on_varying_axes(name):
         return sharded(x)
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        want = jax.device_get(
-            with_derivatives(plain_model.ACTIVATIONS[name], x.astype(np.float64))
-        )
+        want = jax.device_get(with_derivatives(plain_model.ACTIVATIONS[name], x.astype(np.float64)))
     found = run(x)
     assert_close(found[:2], want[:2], 1e-5)
     assert_close(found[2], want[2], 1e-4)

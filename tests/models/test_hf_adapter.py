@@ -38,7 +38,9 @@ def trained(model, stabilized):
 
 
 # rsLoRA's scale, from peft: lora_alpha / math.sqrt(r).
-@pytest.mark.parametrize(("stabilized", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)])
+@pytest.mark.parametrize(
+    ("stabilized", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)]
+)
 def test_adapters_and_merged_weights_are_those_of_peft(tmp_path, stabilized, scale):
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
     mesh = mesh_of(seq=2, tensor=2)

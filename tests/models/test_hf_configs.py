@@ -171,8 +171,11 @@ def test_configs_that_are_rejected(read, family, written, error, message):
     ("change", "message"),
     [
         ({"num_experts": 4}, r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}: no other quant.*"
-         "; load the checkpoint that it was quantized from"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config {'bits': 4}: no other quant.*"
+            "; load the checkpoint that it was quantized from",
+        ),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
     ],
 )

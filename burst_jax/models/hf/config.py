@@ -15,9 +15,9 @@ from burst_jax.errors import first_of, printable, shown
 from burst_jax.json_files import parse_object, read_object
 from burst_jax.layers.rope import DynamicRope
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.hf import quantized
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
-from burst_jax.models.hf import quantized
 from burst_jax.models.hf.fields import check_fields, ignoring
 from burst_jax.models.hf.quantized import reject_quantized
 from burst_jax.models.hf.ropes import without_options

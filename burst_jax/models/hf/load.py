@@ -187,8 +187,8 @@ def check_tensors(
     weights: list[Weight],
     ignore: Collection[str],
     described_by: str = "its config.json describes",
-    skip: str = "if the unexpected ones do not change the computation, pass their names as ignore=, "
-    "on a command line --ignore",
+    skip: str = "if the unexpected ones do not change the computation, pass their names as "
+    "ignore=, on a command line --ignore",
 ) -> None:
     """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers.
 

@@ -22,7 +22,7 @@ _BLOCK = 1 << 26
 
 
 class UntiedHead(UserWarning):
-    """A checkpoint's output projection differs from its embedding, and ``config.json`` ties them."""
+    """``config.json`` ties an output projection to an embedding, and the two differ."""
 
 
 def head_name(family: Family) -> str:
