@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import extras  # noqa: F401 - ends the script if libraries are missing
 import numpy as np
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
@@ -26,7 +27,7 @@ from burst_jax.command_line import Parser, integer, number, use_cpu_devices
 from burst_jax.data import TokenizerFile
 from burst_jax.errors import check_integer, printable
 from burst_jax.json_files import read_bounded, read_object
-from burst_jax.parallel.mesh_option import mesh_of_option
+from burst_jax.parallel.mesh_option import batch_shards, mesh_of_option
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import MAX_LENGTH
@@ -96,6 +97,13 @@ class Printer:
 def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     """Loads the model and prints what it generates."""
     prompts, tokenizer = prompts_of(args)
+    shards = batch_shards(mesh)
+    if len(prompts) % shards:
+        raise ValueError(
+            f"--mesh shards the batch over {shards} devices, and the number of prompts is "
+            f"{len(prompts)}: pass a multiple of {shards} text files as --prompt-file, or a --mesh "
+            "with data, fsdp and stage of size 1"
+        )
     model = load_for_inference(args, mesh)
     longest = max(map(len, prompts))
     server = Generator(

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from run_options import RunConfig, make_lora, model_options
+from run_options import IGNORE_HELP, RunConfig, make_lora, model_options
 
 from burst_jax import ShardingRules, models
 from burst_jax.command_line import folder
@@ -34,6 +34,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
     add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model)")
     add("--adapter", type=folder, help="LoRA adapter of the model: a folder, as peft saves it")
+    add("--ignore", nargs="+", default=[], metavar="KEY", help=IGNORE_HELP)
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout (default: zigzag)")
     add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
@@ -48,9 +49,8 @@ def load_for_inference(args: argparse.Namespace, mesh: Mesh) -> Decoder:
         :func:`burst_jax.models.load_adapter`.
     """
     options: Any = {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": args.layout}
-    model = models.load(
-        args.model, dtype=jnp.dtype(args.dtype), implementation=args.implementation, **options
-    )
+    options |= {"implementation": args.implementation, "ignore": args.ignore}
+    model = models.load(args.model, dtype=jnp.dtype(args.dtype), **options)
     if args.adapter is None:
         return model
     return models.merge_lora(models.load_adapter(model, args.adapter))

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import extras  # noqa: F401 - ends the script if libraries are missing
 import jax
 import numpy as np
 from flax import nnx
@@ -128,7 +129,7 @@ def batches(
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, computed on a mesh."""
     rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
-    corpus = open_corpus(args.data)
+    corpus = open_corpus(args.data, key=args.text_key)
     tokenizer = tokenizer_of(args) if corpus.reader.is_text else None
     parts = (
         window
@@ -159,6 +160,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
         "--data", type=Path, required=True,
         help='text, JSON lines with a "text" key, or .npy arrays of token ids; a file or a folder',
     )  # fmt: skip
+    add("--text-key", default="text", metavar="KEY", help="of JSON lines (default: text)")
     add("--seq-len", type=integer(1), help="tokens (default: 4096, or the model's limit)")
     add("--stride", type=integer(1), help="tokens between window starts (default: --seq-len)")
     add("--packed", action="store_true", help="pack several documents into a sequence")
@@ -174,7 +176,7 @@ def prepare(args: argparse.Namespace) -> Mesh:
     args.batch = batch_of_option(args.batch, mesh)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-    config = load_config(args.model, dtype=args.dtype)
+    config = load_config(args.model, dtype=args.dtype, ignore=args.ignore)
     if args.seq_len is None:
         args.seq_len = min(4096, trained_length(config) or 4096)
     check_trained_length(config, "--seq-len", args.seq_len)

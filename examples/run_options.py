@@ -46,6 +46,7 @@ HELD_OUT = 0.05
 SAMPLE_CONTEXT = 256
 # Defined by --model.
 MODEL_OPTIONS = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
+IGNORE_HELP = "keys of its config.json and tensors that do not change the computation"
 # Peak learning rates of full fine-tuning and of LoRA.
 FINE_TUNING_LR = 2e-5
 LORA_LR = 2e-4
@@ -71,6 +72,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
         help='text files, JSON lines with a "text" key, or .npy arrays of token ids; a file or a '
         "folder (default: Python's source)",
     )  # fmt: skip
+    add("--text-key", default="text", metavar="KEY", help="of JSON lines (default: text)")
     add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model, or bytes)")
     add(
         "--packing",
@@ -97,6 +99,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--heartbeat-timeout", type=int, default=30, help="seconds until a silent process is dead")
     add = group("model").add_argument
     add("--model", type=Path, help="Hugging Face checkpoint to fine-tune: a folder")
+    add("--ignore", nargs="+", default=[], metavar="KEY", help=IGNORE_HELP)
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
@@ -186,6 +189,8 @@ def prepare(args: argparse.Namespace) -> RunConfig:
                 )
         if args.lr is None:
             args.lr = FINE_TUNING_LR if args.lora_rank is None else LORA_LR
+    elif args.ignore:
+        raise ValueError(f"--ignore is {' '.join(args.ignore)}: it needs --model")
     check_lora(args)
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
@@ -234,7 +239,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             f"axes of --mesh), {args.accumulate} (--accumulate) and {microbatches} "
             "(--microbatches, and the stage axis of --mesh)"
         )
-    corpus = open_corpus(args.data)
+    corpus = open_corpus(args.data, key=args.text_key)
     text, held_out = corpus.split(HELD_OUT)
     shortest = min(text.size, held_out.size)
     if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
@@ -347,6 +352,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
         "remat": args.remat,
         "remat_layers": args.remat_layers,
         "mlp_chunks": args.mlp_chunks,
+        "ignore": args.ignore,
     }
 
 

@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
+import extras  # noqa: F401 - ends the script if libraries are missing
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -105,7 +105,7 @@ class JsonLines:
                 keys = f"keys [{first_of([repr(key) for key in sorted(record)])}]"
             raise ValueError(
                 f"{self.name(document)} has {keys}, and no key {self._key!r}: set key= to the key "
-                "of the text"
+                "of the text, on a command line --text-key"
             )
         text = record[self._key]
         if not isinstance(text, str):

@@ -1,6 +1,7 @@
 """Low-rank adapters of projections (LoRA, Hu et al. 2021).
 
-A projection with an adapter computes ``x W + (alpha / r) (x A) B``. A ``[inputs, r]`` and
+A projection with an adapter computes ``x W + (alpha / r) (x A) B``, or with ``alpha / sqrt(r)`` if
+it is rank-stabilized (rsLoRA, Kalajdzievski 2023). A ``[inputs, r]`` and
 B ``[r, outputs]`` are two more parameters of the projection, ``kernel_lora_a`` and
 ``kernel_lora_b``, named and shaped as in the library qwix: heads and head features are one
 dimension. qwix initializes them. The products are computed here, because qwix replaces
@@ -53,20 +54,22 @@ class Lora:
 
     Attributes:
       rank: the rank of A and B.
-      alpha: numerator of the scale; None is ``rank``, a scale of 1.
+      alpha: numerator of the scale; None is a scale of 1.
       targets: the projections with adapters: a regular expression that matches the whole name, or a
         tuple of names. The names are query, key, value, out, gate, up and down, or those of
         transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; and router,
         in place of the last three, in a mixture of experts. Default: all that the model has.
+      rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
 
     Raises:
-      ValueError: a rank below 1, an alpha that is not positive, an invalid regular expression, or
-        a name or expression that matches no projection.
+      ValueError: a rank below 1, an alpha that is not positive, a rank_stabilized that is no bool,
+        an invalid regular expression, or a name or expression that matches no projection.
     """
 
     rank: int
     alpha: float | None = None
     targets: str | tuple[str, ...] = ".*"
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, 1)
@@ -74,6 +77,10 @@ class Lora:
         real = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
         if alpha is not None and not (real and 0 < alpha < math.inf):
             raise ValueError(f"alpha is {alpha!r}: it must be positive and finite, or None")
+        if not isinstance(self.rank_stabilized, bool):
+            raise ValueError(
+                f"rank_stabilized is {self.rank_stabilized!r}: it must be True or False"
+            )
         if not self.projections:
             raise ValueError(f"targets is {self.targets!r}: it matches none of {_PROJECTION_NAMES}")
 
@@ -122,8 +129,13 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """``alpha / rank``."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
+        """``alpha / rank``, or ``alpha / sqrt(rank)`` if it is rank-stabilized."""
+        return 1.0 if self.alpha is None else self.alpha / self.divisor
+
+    @property
+    def divisor(self) -> float:
+        """Denominator of the scale."""
+        return math.sqrt(self.rank) if self.rank_stabilized else self.rank
 
 
 def init_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs) -> None:
@@ -158,14 +170,14 @@ def _initial_adapter(linear: Linear, lora: Lora, rngs: nnx.Rngs) -> tuple[jax.Ar
 
 
 def set_adapter(linear: Linear, a: jax.Array, b: jax.Array, scale: float) -> None:
-    """Adds the adapter A ``[inputs, r]``, B ``[r, outputs]`` with ``scale = alpha / r``."""
+    """Adds the adapter A ``[inputs, r]``, B ``[r, outputs]`` with :attr:`Lora.scale`."""
     setattr(linear, LORA_A, nnx.LoRAParam(a))
     setattr(linear, LORA_B, nnx.LoRAParam(b))
     linear.lora_scale = scale  # pyrefly: ignore
 
 
 def scaled_adapter(linear: Linear, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:
-    """``(A, (alpha / r) B)`` of a projection, cast to ``dtype``; None without an adapter."""
+    """``(A, scale B)`` of a projection, cast to ``dtype``; None without an adapter."""
     if not hasattr(linear, LORA_A):
         return None
     a, b = getattr(linear, LORA_A)[...], getattr(linear, LORA_B)[...]
@@ -173,7 +185,7 @@ def scaled_adapter(linear: Linear, dtype: DTypeLike) -> tuple[jax.Array, jax.Arr
 
 
 def add_adapter(linear: Linear, x: jax.Array, out: jax.Array) -> jax.Array:
-    """``out + (alpha / r) (x A) B``; ``out`` if the projection has no adapter."""
+    """``out + scale (x A) B``; ``out`` if the projection has no adapter."""
     adapter = scaled_adapter(linear, out.dtype)
     if adapter is None:
         return out

@@ -20,6 +20,7 @@ from burst_jax.models.hf.peft import load_adapter as load_adapter
 from burst_jax.models.hf.peft import save_adapter as save_adapter
 from burst_jax.models.hf.save import check_save_folder as check_save_folder
 from burst_jax.models.hf.save import save as save
+from burst_jax.models.hf.tied import UntiedHead as UntiedHead
 from burst_jax.models.hf.trained_length import BeyondTrainedLength as BeyondTrainedLength
 from burst_jax.models.hf.trained_length import check_trained_length as check_trained_length
 from burst_jax.models.hf.trained_length import trained_length as trained_length

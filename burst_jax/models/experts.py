@@ -27,12 +27,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
+from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.expert_chunks import run_chunked
 from burst_jax.models.expert_decoding import can_decode, largest, run_decoding
 from burst_jax.models.expert_exchange import owner_tables, run_exchanged
 from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
-    ACTIVATIONS,
     Auxiliary,
     DecoderConfig,
     FeedForward,

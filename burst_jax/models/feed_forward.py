@@ -6,7 +6,7 @@ the mixture of experts, is a subclass of :class:`FeedForward` in a file of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.layers.lora import scaled_adapter
 from burst_jax.layers.nnx_layer import add_bias
+from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.remat import MLP_PRODUCTS
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import AxisNames
@@ -26,11 +27,6 @@ from pallas_kernels.arrays import vary, varying_axes
 
 # burst_jax.models.DecoderConfig, whose module imports this one.
 DecoderConfig = Any
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class Auxiliary(NamedTuple):

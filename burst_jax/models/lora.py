@@ -27,6 +27,7 @@ def add_lora(
     *,
     alpha: float | None = None,
     targets: str | Sequence[str] = ".*",
+    rank_stabilized: bool = False,
     seed: int = 0,
 ) -> Decoder:
     """Adds low-rank adapters to a decoder: ``x W + (alpha / rank) (x A) B`` in place of ``x W``.
@@ -48,11 +49,12 @@ def add_lora(
     Args:
       model: a decoder without adapters, on any mesh.
       rank: rank of the adapters.
-      alpha: numerator of their scale; None is ``rank``, a scale of 1.
+      alpha: numerator of their scale; None is a scale of 1.
       targets: names of the projections with adapters (query, key, value, out, gate, up, down, or
         q_proj, ... as in transformers; and router in place of the last three in a mixture of
         experts): a regular expression that matches the whole name, or a sequence of names. Default:
         all that the decoder has.
+      rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
       seed: seed of A; the same values on every mesh.
 
     Returns:
@@ -65,7 +67,8 @@ def add_lora(
     """
     reject_adapters(model)
     check_seed(seed)
-    lora = Lora(rank, alpha, targets if isinstance(targets, str) else tuple(targets))
+    names = targets if isinstance(targets, str) else tuple(targets)
+    lora = Lora(rank, alpha, names, rank_stabilized)
     graphdef, shapes = abstract_like(model, lora=lora)
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs, _ = nnx.split_state(shardings.weight_specs(shapes), nnx.LoRAParam, ...)
@@ -82,7 +85,7 @@ def add_lora(
 
 
 def merge_lora(model: Decoder, *, param_dtype: DTypeLike | None = None) -> Decoder:
-    """Merges a decoder's adapters: ``W + (alpha / rank) A B`` replaces W.
+    """Merges a decoder's adapters: ``W + scale A B`` replaces W, :attr:`Lora.scale`.
 
     The sum is computed in float32. Weights without adapters are shared with the given decoder,
     unless their dtype changes.

@@ -70,13 +70,18 @@ def one_device(mesh: Mesh) -> Mesh:
     return Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def batch_shards(mesh: Mesh) -> int:
+    """The number of devices that shard the batch, on a mesh with :data:`AXES`."""
+    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
+
+
 def batch_of_option(batch: int | None, mesh: Mesh) -> int:
     """The value of ``--batch`` on a mesh with :data:`AXES`; None is one sequence per shard.
 
     Raises:
       ValueError: the devices that shard the batch do not divide it.
     """
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["stage"]
+    shards = batch_shards(mesh)
     batch = shards if batch is None else batch
     if batch < 1 or batch % shards:
         raise ValueError(f"--batch is {shown(batch)}: use a multiple of {shards}, like {shards}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -149,7 +151,11 @@ def _parser() -> tuple[Parser, _Options]:
             "--moment-dtype", choices=("float32", "bfloat16"), help="their dtype (default: float32)"
         ),
         add("--all", action="store_true", default=None, help="print every strategy"),
-    ]
+        add(
+            "--ignore", nargs="+", metavar="KEY",
+            help="keys of the folder's config.json and tensors that do not change the computation",
+        ),
+    ]  # fmt: skip
     parser.add_argument(
         "--documents", type=Path, metavar="FILE.json",
         help="the document lengths of every sequence on one ring, [[900, 300], [1200]]: compares "
@@ -185,7 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
                 found = _attention(cluster, _given({name: getattr(args, name) for name in names}))
             else:
                 found = training(
-                    _config(args.model, args.length), **cluster, moments=args.moments,
+                    _config(args.model, args.length, args.ignore or ()), **cluster,
+                    moments=args.moments,
                     moment_dtype=args.moment_dtype or "float32",
                 )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
@@ -201,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--json: {error}")
     if isinstance(found, TrainingPlan):
         folder = str(args.model) if Path(str(args.model)).is_dir() else "DIR"
-        print(found.table(show_all=bool(args.all), model=folder))
+        print(found.table(show_all=bool(args.all), model=folder, ignore=args.ignore or ()))
     else:
         print(found)
 
@@ -243,14 +250,16 @@ def _load_array(path: Path) -> np.ndarray:
     return found
 
 
-def _config(model: str, length: int) -> DecoderConfig:
+def _config(model: str, length: int, ignore: Sequence[str]) -> DecoderConfig:
     """The decoder of ``--model``; warns as examples/train_lm.py does about a longer ``length``."""
     if not Path(model).is_dir():
         config = config_of(model)
+        if ignore:
+            raise ValueError(f"--ignore is {shlex.join(ignore)}: it needs a folder as --model")
         warn_beyond(SHAPES[model][1], "--length", length)
         return config
     # As examples/train_lm.py loads it.
-    config = load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    config = load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32, ignore=ignore)
     check_trained_length(config, "--length", length)
     return config
 

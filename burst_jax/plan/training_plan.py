@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,12 +141,15 @@ class TrainingPlan:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, *, show_all: bool = False, model: str = "DIR") -> str:
+    def table(
+        self, *, show_all: bool = False, model: str = "DIR", ignore: Sequence[str] = ()
+    ) -> str:
         """The best estimate of each mesh, others of the recommended mesh, and how to run that.
 
         Args:
           show_all: print all estimates instead, the best first.
           model: the checkpoint folder for the printed ``examples/train_lm.py`` command.
+          ignore: the keys that it ignores, see :func:`burst_jax.models.load`.
         """
         cluster, config, best = self.cluster, self.config, self.best
         gpu = cluster.gpu
@@ -194,7 +197,7 @@ class TrainingPlan:
                 "shorter length, or a smaller batch."
             )
         else:
-            lines += ["", *self._recommended(best, model)]
+            lines += ["", *self._recommended(best, model, ignore)]
         return "\n".join(lines)
 
     def _cells(self, estimate: StepEstimate) -> list[str]:
@@ -217,7 +220,7 @@ class TrainingPlan:
             f"{memory.host / _GIB:.1f}",
         ]
 
-    def _recommended(self, best: StepEstimate, model: str) -> list[str]:
+    def _recommended(self, best: StepEstimate, model: str, ignore: Sequence[str]) -> list[str]:
         """The recommended strategy as code, and as flags."""
         strategy, bfloat16 = best.strategy, self.moment_dtype != "float32"
         arguments = dict(strategy.arguments)
@@ -230,6 +233,7 @@ class TrainingPlan:
             config = config_code(self.config)
         else:
             loaded = f"{model!r}, dtype=jnp.bfloat16, param_dtype=jnp.float32"
+            loaded += f", ignore={as_python(tuple(ignore))}" if ignore else ""
             config = [f"config = burst_jax.models.load_config({loaded})"]
         lines = [
             "recommended:",
@@ -259,10 +263,11 @@ class TrainingPlan:
             f"    # permute the tokens: burst_jax.training.make_batch(..., {layout})",
         ]
         return [
-            *lines, "", "the same in a shell:", *self._command(best, model), *self._reason(best)
+            *lines, "", "the same in a shell, in a checkout of burst-jax:",
+            *self._command(best, model, ignore), *self._reason(best),
         ]  # fmt: skip
 
-    def _command(self, best: StepEstimate, model: str) -> list[str]:
+    def _command(self, best: StepEstimate, model: str, ignore: Sequence[str]) -> list[str]:
         """The command of ``examples/train_lm.py``, below comments on the variables that it sets."""
         hosts, gpu, gpus = self.cluster.hosts, self.cluster.gpu, self.cluster.gpus
         lines = ["    # DIR: the checkpoint's folder. "] if model == "DIR" else ["    # "]
@@ -280,7 +285,9 @@ class TrainingPlan:
             lines.append(f"    # One process per GPU; without SLURM start {self.cluster.size} of")
             lines[-1] += " them, with --coordinator, --num-processes and --process-id."
             words.append(f"srun --nodes={hosts} --ntasks-per-node={gpus} --gpus-per-node={gpus}")
-        words += ["python examples/train_lm.py --model", shlex.quote(model), "--data DATA"]
+        words += ["python examples/train_lm.py --model", shlex.quote(model)]
+        words += [f"--ignore {shlex.join(ignore)}"] if ignore else []
+        words += ["--data DATA"]
         words += best.strategy.flags
         words += ["--seq-len", str(self.length), "--batch", str(self.batch)]
         if self.moment_dtype != "float32":

@@ -19,7 +19,7 @@ from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layers.norm import RMSNorm
-from burst_jax.layers.rope import YarnRope, apply_rope, rope_table
+from burst_jax.layers.rope import DynamicRope, YarnRope, apply_rope, rope_table
 from burst_jax.layouts.permutation import from_layout, positions, to_layout
 
 B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
@@ -216,6 +216,19 @@ def test_yarn_frequencies(old, fast, slow, truncate):
     assert dataclasses.replace(rope, mscale=0.5).magnitude == pytest.approx(by_default)
     both = dataclasses.replace(rope, mscale=0.5, mscale_all_dim=1.0)
     assert both.magnitude == pytest.approx(other / by_default)
+
+
+@pytest.mark.parametrize("length", [200, 256, 257, 1000])
+def test_the_base_of_a_dynamic_rope_grows_with_the_length(length):
+    """``theta' = theta s^(H / (H - 2))``, the published base, above the trained length."""
+    dim, theta, factor, trained = 16, 10000.0, 4.0, 256
+    stretch = max(1.0, factor * length / trained - (factor - 1))
+    base = theta * stretch ** (dim / (dim - 2))
+    rope, pos = DynamicRope(theta, factor, trained), np.arange(length)
+    table = rope_table(jnp.asarray(pos, jnp.int32), dim, rope)
+    angle = pos[:, None] * base ** (-np.arange(0, dim, 2) / dim)
+    for found, want in ((table.cos[0], np.cos(angle)), (table.sin[0], np.sin(angle))):
+        np.testing.assert_allclose(found, want, atol=2e-4)
 
 
 def test_rms_norm():

@@ -23,7 +23,7 @@ from burst_jax import ShardingRules
 from burst_jax.layers.lora import set_adapter
 from burst_jax.layers.nnx_layer import add_bias
 from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
-from burst_jax.models.feed_forward import ACTIVATIONS, GatedMLP
+from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.hf.config import config_json
 from burst_jax.models.remat import keeps_mlp_products
 from burst_jax.models.weights import weight_specs
@@ -56,7 +56,7 @@ def formula(weights, x, config):
             adapter = config.lora.scale * (x @ of["kernel_lora_a"]) @ of["kernel_lora_b"]
         return x @ of["kernel"] + adapter + of.get("bias", 0)
 
-    activation = ACTIVATIONS[config.activation]
+    activation = plain_model.ACTIVATIONS[config.activation]
     return linear("down", activation(linear("gate", x)) * linear("up", x))
 
 

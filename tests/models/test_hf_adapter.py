@@ -28,27 +28,30 @@ def loaded(folder, mesh):
     return load(folder, mesh=mesh, rules=rules, layout="zigzag", dtype=jnp.float32)
 
 
-def trained(model):
+def trained(model, stabilized):
     """A decoder with adapters whose B is not zero."""
-    graphdef, adapters, others = nnx.split(
-        add_lora(model, RANK, alpha=ALPHA, targets=TARGETS), nnx.LoRAParam, ...
-    )
+    adapted = add_lora(model, RANK, alpha=ALPHA, targets=TARGETS, rank_stabilized=stabilized)
+    graphdef, adapters, others = nnx.split(adapted, nnx.LoRAParam, ...)
     drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
     placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), drawn, adapters)
     return nnx.merge(graphdef, placed, others)
 
 
-def test_adapters_and_merged_weights_are_those_of_peft(tmp_path):
+# rsLoRA's scale, from peft: lora_alpha / math.sqrt(r).
+@pytest.mark.parametrize(
+    ("stabilized", "scale"), [(False, ALPHA / RANK), (True, ALPHA / RANK**0.5)]
+)
+def test_adapters_and_merged_weights_are_those_of_peft(tmp_path, stabilized, scale):
     folder = hf_models.write_folder("qwen3", tmp_path / "model")
     mesh = mesh_of(seq=2, tensor=2)
-    model = trained(loaded(folder, mesh))
+    model = trained(loaded(folder, mesh), stabilized)
     save_adapter(model, tmp_path / "adapter", base=folder)
     save(model, tmp_path / "merged")
 
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written == written | {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder),
-        "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False,
+        "r": RANK, "lora_alpha": ALPHA, "bias": "none", "use_rslora": stabilized,
         "target_modules": ["down_proj", "o_proj", "q_proj", "v_proj"],
     }  # fmt: skip
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -61,11 +64,15 @@ def test_adapters_and_merged_weights_are_those_of_peft(tmp_path):
         outputs, inputs = weights[tensor].shape
         assert (a.shape, b.shape) == ((RANK, inputs), (outputs, RANK))
         # What peft adds, in PyTorch's order of dimensions.
-        weights[tensor] = weights[tensor] + ALPHA / RANK * b @ a
+        weights[tensor] = weights[tensor] + scale * b @ a
     merged, _ = hf_models.read_folder(tmp_path / "merged")
     assert_close(merged, weights)
     again = load_adapter(loaded(folder, mesh_of(seq=1)), tmp_path / "adapter")
-    assert again.config.lora == Lora(RANK, ALPHA, tuple(TARGETS.split("|")))
+    assert again.config.lora == Lora(RANK, ALPHA, tuple(TARGETS.split("|")), stabilized)
+    tokens, positions = jnp.asarray(hf_models.TOKENS[None, :8]), np.arange(8, dtype=np.int32)
+    outputs = (load(tmp_path / "merged", mesh=mesh_of(seq=1)), again)
+    hidden = [model(tokens, positions) for model in outputs]
+    assert_close(hidden[1], hidden[0], 1e-5)
     jax.tree.map(
         np.testing.assert_array_equal,
         *(jax.device_get(nnx.to_pure_dict(nnx.state(m, nnx.LoRAParam))) for m in (again, model)),
@@ -134,11 +141,12 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         # peft would subtract the initial adapter from W.
         ({"init_lora_weights": "pissa_niter_4"}, {}, NotImplementedError, "is 'pissa_niter_4'"),
         ({"init_lora_weights": "OLoRA"}, {}, NotImplementedError, "init_lora_weights is 'OLoRA'"),
+        ({"use_rslora": "yes"}, {}, ValueError, "use_rslora 'yes': it must be true or false"),
         ({"lora_alpha": None}, {}, ValueError, "adapter_config.json lacks lora_alpha"),
         ({"r": None}, {}, ValueError, "adapter_config.json lacks r"),
         ({"r": 5}, {}, ValueError, r"of another shape: .*lora_A.weight is \[3, 32\], expected \[5"),
         ({}, {FIRST: None}, ValueError, "that adapter_config.json and the model .*; missing: base"),
-        ({}, {"other": np.ones(1, np.float32)}, ValueError, "unexpected: other"),
+        ({}, {"other": np.ones(1, np.float32)}, ValueError, "unexpected: other; merge others with"),
     ],
 )  # fmt: skip
 def test_unsupported_adapters_raise(tmp_path, adapter, config, tensors, error, message):
@@ -170,6 +178,9 @@ def test_wrong_folders_raise(tmp_path, adapter):
     write(tmp_path, written | {"init_lora_weights": "Gaussian"}, there)
     adapted = load_adapter(model, tmp_path)
     assert adapted.config.lora == Lora(RANK, float(RANK), ("query",))
+    # A scale of 1, if alpha is not given.
+    save_adapter(add_lora(model, 4, rank_stabilized=True), tmp_path / "one")
+    assert json.loads((tmp_path / "one" / "adapter_config.json").read_text())["lora_alpha"] == 2
     raises(ValueError, r"model already has adapters, Lora\(rank=3", model=adapted)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
     message, options = "'gemma3', and the decoder is a 'qwen3': peft", {"base": tmp_path}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import hf_models
 import jax
@@ -126,7 +127,17 @@ REJECTED = [
     ("llava", {"text_config": {}}, UNSUPPORTED, "save its language model with transformers"),
     ("llama", {"vocab_size": None}, VALUE, "lacks vocab_size"),
     ("llama", {"attention_dropout": 0.1}, UNSUPPORTED, "attention_dropout is 0.1 and"),
-    ("llama", {"new_trick": 1}, UNSUPPORTED, r"new_trick is 1, and unknown.*ignore=\('new"),
+    ("llama", {"new_trick": 1, "a b": 1}, UNSUPPORTED,
+     r"new_trick is 1, and unknown.*ignore=\('new_trick', 'a b'\), .* --ignore new_trick 'a b'"),
+    ("llama", {"rope_interleaved": True}, UNSUPPORTED, "is True and must be False.*--ignore KEY"),
+    ("mixtral", {"attention_bias": True}, UNSUPPORTED, "attention_bias is True and must be False"),
+    ("llama", {"sliding_window": 8}, UNSUPPORTED, "sliding_window is 8 and must be None"),
+    ("llama", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+     UNSUPPORTED, r"quant_method 'bitsandbytes': no other .*folder\).dequantize\(\).save_pretrain"),
+    ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, UNSUPPORTED, "Mxfp4Config"),
+    ("qwen3", {"compression_config": {"quant_method": "compressed-tensors"}}, UNSUPPORTED,
+     r"quantization_config=CompressedTensorsConfig\(dequantize=True\)\).save_pretrained"),
+    ("qwen3", {"quantization_config": {"quant_method": "awq"}}, UNSUPPORTED, "it was quantized fr"),
     ("llama", {"hidden_act": "relu"}, UNSUPPORTED, "hidden_act is 'relu': supported are silu"),
     ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, "partial_rotary_factor is 0.5: only 1"),
     ("llama", {"rope_scaling": {"type": "longrope"}}, UNSUPPORTED, "type 'longrope': supported"),
@@ -160,13 +171,36 @@ def test_configs_that_are_rejected(read, family, written, error, message):
     ("change", "message"),
     [
         ({"num_experts": 4}, r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config is .* and must be None"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config {'bits': 4}: no other quant.*"
+            "; load the checkpoint that it was quantized from",
+        ),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
     ],
 )
 def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, message):
     with pytest.raises(NotImplementedError, match=message):
         read_file(PUBLISHED["gemma-3-4b"][0] | change)
+
+
+# Of published models, among others SmolLM2's, unsloth's and those of transformers before 4.30.
+HARMLESS: dict[str, Any] = {
+    "rope_interleaved": False, "is_llama_config": True, "transformers.js_config": {"dtype": "q4"},
+    "unsloth_fixed": True, "unsloth_version": "2026.1", "quantization_config": None,
+    "attention_bias": False, "mlp_bias": False, "temperature": 0.7, "max_length": 20,
+    "forced_eos_token_id": None, "bad_words_ids": None,
+}  # fmt: skip
+OF_LLAMA = {"use_sliding_window": False, "sliding_window": None}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "mixtral"])
+def test_keys_that_change_nothing_are_known(read, family):
+    plain, keys = read(family), HARMLESS | (OF_LLAMA if family == "llama" else {})
+    config = read(family, **keys)
+    assert dataclasses.replace(config, hf_config=plain.hf_config) == plain
+    kept = config_json(config, "float32", None)[0]
+    assert kept.keys() >= keys.keys() - {"quantization_config"}
 
 
 def test_options_that_are_absent_or_ignored(read):

@@ -21,7 +21,15 @@ from meshes import mesh_of
 from safetensors.numpy import save_file
 
 import burst_jax
-from burst_jax.models import Decoder, DecoderConfig, check_save_folder, load, save
+from burst_jax.models import (
+    Decoder,
+    DecoderConfig,
+    UntiedHead,
+    check_save_folder,
+    load,
+    load_config,
+    save,
+)
 from burst_jax.models.hf.save import take_layer
 
 ONE = mesh_of(seq=1)
@@ -62,7 +70,7 @@ def test_mxfp4_tensors_are_dequantized(tmp_path):
     (folder / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
-    with pytest.raises(NotImplementedError, match=r"quantization_config is .* and must be None"):
+    with pytest.raises(NotImplementedError, match=r"FineGrainedFP8Config\(dequantize=True\)"):
         load(folder, mesh=mesh)
 
 
@@ -84,9 +92,14 @@ def test_tensors_that_do_not_fit_are_all_named(path):
     message = (
         "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: model.extra; "
         "of another shape: lm_head.weight is [63, 32], expected [64, 32]; of another dtype than "
-        f"F64, F32, F16, BF16: {name} is I8; pass ignore="
+        f"F64, F32, F16, BF16: {name} is I8; these weights are quantized, and their scales are "
+        "needed, too: dequantize the checkpoint with transformers"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
+        load(path, mesh=ONE)
+    save_file(tensors | {"model.extra": kept["model.extra"]}, path / "model.safetensors")
+    message = "unexpected: model.extra; if .* as ignore=, on a command line --ignore$"
+    with pytest.raises(ValueError, match=message):
         load(path, mesh=ONE)
     # Unexpected tensors and unknown keys can be ignored; RoPE's frequencies always are.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
@@ -153,6 +166,70 @@ def test_missing_or_damaged_files_raise(path, tmp_path):
         (path / name).write_text(text)
         with pytest.raises(error, match=message):
             load(path, mesh=ONE)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A function that stores a tied checkpoint with these tensors, too, and returns its folder."""
+    folder, tensors = tmp_path / "tied", hf_models.tensors("llama3_tied")
+    hf_models.write_folder("llama3_tied", folder)
+
+    def store(**more):
+        changed = {name: x for name, x in (tensors | more).items() if x is not None}
+        save_file(changed, folder / "model.safetensors")
+        return folder
+
+    return store
+
+
+def test_a_copy_of_a_tied_embedding_is_not_loaded(tied, tmp_path):
+    """Copies are equal in the dtype of the weights; the copy may be the only one."""
+    plain, (embedding,) = load(tied(), mesh=ONE), [hf_models.tensors("llama3_tied")[EMBEDDING]]
+    for more, dtype in (
+        ({HEAD: embedding}, jnp.float32),
+        ({HEAD: embedding.astype(jnp.bfloat16)}, jnp.bfloat16),
+        ({HEAD: embedding, EMBEDDING: None}, jnp.float32),
+    ):
+        model = load(tied(**more), mesh=ONE, dtype=dtype)
+        assert model.config.tie_embeddings
+        assert load_config(tied(**more), dtype=dtype) == model.config
+        want = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), nnx.state(plain))
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model), want)
+    save(model, tmp_path / "saved")
+    tensors, config = hf_models.read_folder(tmp_path / "saved")
+    assert HEAD not in tensors
+    assert config == hf_models.golden("llama3_tied")["config"]
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_loaded(tied, tmp_path, monkeypatch):
+    """As transformers does, which warns, too; here the last one of several blocks differs."""
+    monkeypatch.setattr(burst_jax.models.hf.tied, "_BLOCK", 1000)
+    head = hf_models.tensors("llama3_tied")[EMBEDDING].copy()
+    head[-1, -1] += 1
+    folder = tied(**{HEAD: head})
+    message = r"lm_head.weight differs from the embedding: they are not tied, .*'lm_head.weight',\)"
+    with pytest.warns(UntiedHead, match=message):
+        model = load(folder, mesh=ONE)
+    assert not model.config.tie_embeddings
+    assert load_config(folder) == model.config
+    hidden = np.random.default_rng(0).standard_normal((1, 3, head.shape[1])).astype(np.float32)
+    np.testing.assert_allclose(model.unembed(jnp.asarray(hidden)), hidden @ head.T, rtol=1e-4)
+    save(model, tmp_path / "saved")
+    tensors, config = hf_models.read_folder(tmp_path / "saved")
+    np.testing.assert_array_equal(tensors[HEAD], head)
+    assert config == hf_models.golden("llama3_tied")["config"] | {"tie_word_embeddings": False}
+    assert load(folder, mesh=ONE, ignore=(HEAD,)).config.tie_embeddings
+    # One of another shape or dtype is not tied, and what is wrong with it is the message.
+    wrong = {"is [63, 32], expected [64, 32]": head[:-1], f"{HEAD} is I8": head.astype(np.int8)}
+    for message, array in wrong.items():
+        with (
+            pytest.warns(UntiedHead),
+            pytest.raises(ValueError, match=re.escape(message)),
+        ):
+            load(tied(**{HEAD: array}), mesh=ONE)
 
 
 @pytest.fixture

@@ -171,6 +171,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"targets": "("}, r"targets is '\(': not a regular .* 'query\|value'"),
     ({"targets": ["query", "norm"]}, r"targets is \('query', 'norm'\): pass a regular"),
     ({"targets": []}, r"targets is \(\): it matches none of query"),
+    ({"rank_stabilized": 1}, "rank_stabilized is 1: it must be True or False"),
     ({"seed": -1}, "seed is -1: it must be an integer, at least 0"),
 ]
 

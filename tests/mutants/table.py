@@ -20,8 +20,10 @@ PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
 LORA = "tests/models/test_lora.py -k"
+ACTIVATIONS = "tests/models/test_activations.py"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
+HF_FILES = "tests/models/test_hf_files.py -k tied"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
@@ -267,9 +269,15 @@ MUTANTS = [
      "out = add_adapter(linear, x, psum_manual(kernel(x), summed_over))", f"{LORA} formulas"),
     ("burst_jax/layers/attention_fn.py", "causal = bool(options.get(\"is_causal\", False)) or is_causal",
      "causal = is_causal", "tests/layers/test_attention_fn.py"),
+    ("burst_jax/layers/rope.py", "max(head_dim - 2, 1)", "head_dim", f"{NNX_LAYER} -k dynamic"),
+    ("burst_jax/layers/rope.py", "- (self.factor - 1)", "- self.factor", f"{NNX_LAYER} -k dynamic"),
     ("burst_jax/layers/rope.py", "if self.mscale and self.mscale_all_dim:", "if self.mscale:",
      f"{NNX_LAYER} -k yarn"),
     ("burst_jax/models/decoder_layer.py", "else (window - 1, 0)", "else (window, 0)", f"{HF_MODELS} gemma3"),
+    ("burst_jax/models/activations.py", "    return half * x * _erfc(-x * root)",
+     "    return jax.nn.gelu(x, approximate=False)", ACTIVATIONS),
+    ("burst_jax/models/activations.py", "np.asarray(-2 / np.sqrt(np.pi), x.dtype)",
+     "np.asarray(-2 / np.pi, x.dtype)", ACTIVATIONS),
     ("burst_jax/models/feed_forward.py", "self._projection(self.down)._replace(bias=None)",
      "self._projection(self.down)", "tests/models/test_feed_forward.py"),
     ("burst_jax/models/feed_forward.py", "x, y, preferred_element_type=jnp.float32)", "x, y)",
@@ -323,14 +331,21 @@ MUTANTS = [
      "tests/pallas_kernels/test_sm90_interpreted.py -k split"),
     ("pallas_kernels/mosaic/sm90/forward.py", "has_block_mask and config.block_kv % BLOCK_TOKENS",
      "False", "tests/pallas_kernels/test_sm90_interpreted.py -k whole_blocks"),
-    ("burst_jax/models/hf/peft.py", "float(lora.rank if lora.alpha is None else lora.alpha)",
+    ("burst_jax/models/hf/tied.py", "range(0, shape[0], rows)", "range(0, rows, rows)", HF_FILES),
+    ("burst_jax/models/hf/tied.py", "    given[\"tie_word_embeddings\"] = False\n", "", HF_FILES),
+    ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),
+    ("burst_jax/models/hf/peft.py", "float(lora.divisor if lora.alpha is None else lora.alpha)",
      "float(1 if lora.alpha is None else lora.alpha)", "tests/models/test_hf_adapter.py"),
+    ("burst_jax/models/hf/peft.py", "targets, stabilized)", "targets)", "tests/models/test_hf_adapter.py"),
+    ("burst_jax/layers/lora.py", "math.sqrt(self.rank) if self.rank_stabilized", "self.rank if True",
+     "tests/models/test_hf_adapter.py"),
     ("burst_jax/serving/prompts.py", "not 0 <= ids < vocab_size:", "not 0 <= ids <= vocab_size:",
      f"{SERVING} mistakes"),
     ("burst_jax/serving/decode_attention.py", "out, total = factor[..., None] * out, factor * total",
      "out, total = out, factor * total", f"{SERVING} matmuls"),
     ("burst_jax/serving/generator.py", "self._decode(chosen, ~ended)",
      "self._decode(chosen, np.ones_like(ended))", f"{SERVING} stop_token"),
+    ("burst_jax/serving/sampling.py", "before < self.top_p", "before <= self.top_p", f"{SERVING} top_k"),
     ("burst_jax/serving/sampling.py", "jax.random.fold_in(jax.random.fold_in(key, row), length)",
      "jax.random.fold_in(key, length)", f"{SERVING} top_k"),
     ("burst_jax/serving/saved_cache.py", "used=used, generated=0)", "used=used)",

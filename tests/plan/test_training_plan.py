@@ -281,7 +281,7 @@ def test_flags_of_the_training_script():
 
 def printed_code(text):
     """The Python block of a printed plan."""
-    return text.split("recommended:\n")[1].split("\nthe same in a shell:\n")[0]
+    return text.split("recommended:\n")[1].split("\nthe same in a shell, ")[0]
 
 
 @pytest.mark.parametrize(

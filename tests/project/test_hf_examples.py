@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
+import extras
 import generate
+import hf_checkpoints
 import hf_models
 import hostile
 import jax
@@ -13,13 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import perplexity
 import pytest
+import run_options
 from data_files import write_tokenizer
 from flax import nnx
-from meshes import make_mesh
+from meshes import make_mesh, mesh_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from burst_jax.models import add_lora, load, load_adapter, save_adapter
+from burst_jax.plan import __main__ as planner
 
+ROOT = Path(__file__).parents[2]
 IDS = hf_models.TOKENS[:90]
 
 
@@ -190,6 +200,77 @@ def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
         assert ids.tolist() == want
 
 
+# --- extras and other options --------------------------------------------------------------------
+
+WITHOUT = """
+import importlib.util, runpy, sys
+found = importlib.util.find_spec
+lacking = ("grain", "tokenizers", "safetensors", "qwix", "tensorboardX")
+importlib.util.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
+sys.argv, sys.path[0] = sys.argv[1:], "examples"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+DATA, MODELS = "it needs grain, tokenizers", "it needs grain, tokenizers, safetensors"
+LACKING = (
+    ("train_lm.py --help", DATA, "data"),
+    ("train_lm.py --model=x --lora-rank 8", f"{MODELS}, qwix", "data,models,lora"),
+    ("train_lm.py --tensorboard", f"{DATA}, tensorboardX", "data,tensorboard"),
+    ("generate.py --help", MODELS, "data,models"),
+    ("perplexity.py --adapter a", f"{MODELS}, qwix", "data,models,lora"),
+)
+
+
+def test_a_script_names_all_libraries_that_it_lacks():
+    """The script ends before any of them is imported."""
+    for words, names, needed in LACKING:
+        script, *options = words.split()
+        command = [sys.executable, "-c", WITHOUT, f"examples/{script}", *options]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert run.returncode == 2
+        assert run.stderr == (
+            f"{script}: error: {names}, not installed here; in the checkout of burst-jax: "
+            f"pip install '.[{needed}]'\n"
+        )
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, libraries in extras.LIBRARIES.items():
+        for library in libraries:
+            assert any(x.startswith(library) for x in declared["optional-dependencies"][extra])
+        # The page of the scripts names them.
+        assert f"`{extra}`" in (ROOT / "docs" / "hugging-face.md").read_text()
+
+
+def test_unknown_keys_are_passed_to_ignore(folder, documents, tmp_path, capsys):
+    """By each command line that reads a config.json; without it the message names the flag."""
+    other = tmp_path / "model"
+    shutil.copytree(folder, other)
+    config = json.loads((other / "config.json").read_text()) | {"new_key": 1, "other_key": 2}
+    (other / "config.json").write_text(json.dumps(config))
+    plan = ["--length", "1024", "--gpus-per-host", "2", "--model", str(other)]
+
+    def evaluate(words):
+        perplexity.prepare(perplexity.parse_args(["--data", str(documents), *words])[0])
+
+    def serve(words):
+        hf_checkpoints.load_for_inference(generate.parse_args(words)[0], mesh_of(seq=1))
+
+    def train(words):
+        words = ["--dtype=float32", "--seq-len=64", *words]
+        run_options.make_config(run_options.parse_args(words)[0], None)
+
+    for call in (evaluate, serve, train):
+        with pytest.raises(NotImplementedError, match=r"on a command line --ignore new_key other"):
+            call(["--model", str(other)])
+        call(["--model", str(other), "--ignore", "new_key", "other_key"])
+    with pytest.raises(SystemExit, match="2"):
+        planner.main(plan)
+    assert "--ignore new_key other_key" in capsys.readouterr().err
+    planner.main([*plan, "--ignore", "new_key", "other_key"])
+    printed = capsys.readouterr().out
+    assert 'param_dtype=jnp.float32, ignore=("new_key", "other_key"))' in printed
+    assert f"train_lm.py --model {other} --ignore new_key other_key --data DATA" in printed
+    assert "the same in a shell, in a checkout of burst-jax:" in printed
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 MISTAKES = (
@@ -200,6 +281,16 @@ MISTAKES = (
         "--model is {tmp}, which lacks tokenizer.json: name one with --tokenizer",
     ),
     (generate, "--prompt A --tokenizer {tmp}/none", "path is {tmp}/none: there is no such file"),
+    (
+        generate, "--prompt A --mesh data=2",
+        "--mesh shards the batch over 2 devices, and the number of prompts is 1: pass a multiple "
+        "of 2 text files as --prompt-file, or a --mesh with data, fsdp and stage of size 1",
+    ),
+    (
+        perplexity, "--data {tmp}/other.jsonl",
+        "no key 'text': set key= to the key of the text, on a command line --text-key",
+    ),
+    (perplexity, "--data {tmp}/other.jsonl --text-key body --batch 3 --mesh data=2", "--batch is"),
     (perplexity, "--stride 5000", "--stride is 5000: it must be at most --seq-len, 1024, or tok"),
     (perplexity, "--mesh fsdp=2 --batch 3", "--batch is 3: use a multiple of 2"),
     (perplexity, "--adapter missing", "argument --adapter: 'missing': there is no such folder"),
@@ -212,6 +303,7 @@ MISTAKES = (
 
 def test_mistakes_are_reported(folder, documents, tmp_path, capsys):
     np.save(tmp_path / "ids.npy", np.arange(80))
+    (tmp_path / "other.jsonl").write_text('{"body": "AB"}\n')
     for example, options, message in MISTAKES:
         words = f"--model {folder} --dtype float32 "
         words += f"--data {documents} " if example is perplexity else ""

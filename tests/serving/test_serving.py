@@ -189,9 +189,9 @@ def test_random_tokens_depend_on_the_seed_but_not_on_the_mesh():
 
 
 def test_top_k_and_top_p():
-    logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]))
+    ramp = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]))
 
-    def drawn(temperature=1.0, **options):
+    def drawn(temperature=1.0, logits=ramp, **options):
         sampling, key = Sampling(temperature, **options), jax.random.key(0)
         every = jax.vmap(lambda length: sampling.choose(logits, key, jnp.full(2, length)))
         return np.asarray(jax.jit(every)(jnp.arange(400))).T
@@ -199,14 +199,17 @@ def test_top_k_and_top_p():
     assert [set(row) for row in drawn(top_k=2)] == [{0, 1}, {2, 3}]
     assert set(drawn(top_p=0.65)[0]) == {0, 1}
     assert set(drawn(top_p=0.75)[1]) == {1, 2, 3}
+    # Exactly 1/2, 1/2, 0 and 0, and yet ordered: the first token suffices for 1/2.
+    halves = jnp.asarray([[0.0, -1e-9, -200.0, -200.0]] * 2)
+    assert set(drawn(top_p=0.5, logits=halves)[0]) == {0}
+    assert set(drawn(top_p=0.501, logits=halves)[0]) == {0, 1}
     shares = np.bincount(drawn()[0], minlength=4) / 400
     np.testing.assert_allclose(shares, [0.4, 0.3, 0.2, 0.1], atol=0.08)
     # Square roots of the probabilities, normalized.
     shares = np.bincount(drawn(2.0)[0], minlength=4) / 400
     np.testing.assert_allclose(shares, [0.33, 0.28, 0.23, 0.16], atol=0.05)
     # Equal logits, but other random numbers for each sequence.
-    logits = logits[:1].repeat(2, 0)
-    assert (np.diff(drawn(), axis=0) != 0).mean() > 0.3
+    assert (np.diff(drawn(logits=ramp[:1].repeat(2, 0)), axis=0) != 0).mean() > 0.3
 
 
 def test_a_ring_buffer_holds_the_window():

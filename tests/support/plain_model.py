@@ -84,6 +84,13 @@ def decoder(params, tokens, positions, keep, theta, soft_cap=None):
     return rms_norm(x, params["final_norm"]["scale"])
 
 
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + jnp.exp(-x)),
+    "gelu": lambda x: x * jax.scipy.stats.norm.cdf(x),
+    "gelu_tanh": lambda x: x / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
 def cross_entropy(logits, targets, weights):
     """The weighted sum of ``logsumexp(logits) - logits[target]``, all logits at once."""
     log_probs = jax.nn.log_softmax(logits)

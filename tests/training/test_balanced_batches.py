@@ -110,7 +110,7 @@ def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
     assert share == pytest.approx(expected)
     hint = capsys.readouterr().err
     assert f"the ring's slowest device reaches {share:.0%} of ideal attention with the zigz" in hint
-    assert "and 100% with a balanced one: use --layout balanced, or burst_jax.training" in hint
+    assert "and 100% with a balanced one: use burst_jax.training.balanced_layout, or a scr" in hint
     work_log(zigzag, "zigzag")
     with RunLog(tmp_path, 1, tokens_per_step=1, flops_per_step=1, peak=None) as log:
         numbers = work_log(balanced, "balanced:0")

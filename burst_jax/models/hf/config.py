@@ -15,9 +15,11 @@ from burst_jax.errors import first_of, printable, shown
 from burst_jax.json_files import parse_object, read_object
 from burst_jax.layers.rope import DynamicRope
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.hf import quantized
 from burst_jax.models.hf.families import FAMILIES
 from burst_jax.models.hf.family import REQUIRED, Family, Multimodal
-from burst_jax.models.hf.fields import check_fields
+from burst_jax.models.hf.fields import check_fields, ignoring
+from burst_jax.models.hf.quantized import reject_quantized
 from burst_jax.models.hf.ropes import without_options
 
 # Keys in a message.
@@ -33,6 +35,17 @@ _IGNORED = frozenset(
         *("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
         *("id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task"),
         "pretraining_tp",  # Tensor parallelism in training; the sums are the same.
+        # Of other programs.
+        *("unsloth_fixed", "unsloth_version", "is_llama_config", "transformers.js_config"),
+        # Of generation, which transformers wrote into this file before it had one for them.
+        *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
+        *("early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("num_return_sequences", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+        *("encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
+        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("decoder_start_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+        *("return_dict_in_generate", "output_scores"),
+        *quantized.KEYS,  # Checked before.
     )
 )
 # Keys with the values that a decoder here supports; absence is supported, too.
@@ -44,7 +57,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False, None),
-    "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+}
+# The same in families that do not read these keys.
+_ONLY_UNREAD: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
 }
 
 
@@ -78,11 +96,9 @@ def read_config(
             given = _text_config(path, given, family, multimodal, ignore)
     family = _family(path, given)
     given = without_options(given, ignore)
-    quantized = given.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if method is not None and method == family.quantization:
-        # Weights are dequantized while loading, and saved as they are then.
-        del given["quantization_config"]
+    reject_quantized(path, given, family.quantization, ignore)
+    # Weights are dequantized while loading, and saved as they are then.
+    given = {key: value for key, value in given.items() if key not in quantized.KEYS}
     values = _complete(path, given, family, ignore)
     found = (given.get("dtype"), given.get("torch_dtype"), "float32")
     stored = next(value for value in found if value is not None)
@@ -181,6 +197,7 @@ def _text_config(
     ignore: Collection[str],
 ) -> dict[str, Any]:
     """The language model's ``config.json`` from that of a model of text and images."""
+    reject_quantized(path, given, family.quantization, ignore)
     text = given.get("text_config")
     if not isinstance(text, dict) and text is not None:
         raise ValueError(
@@ -203,7 +220,8 @@ def _complete(
     missing = [key for key in REQUIRED if {**family.defaults, **given}.get(key) is None]
     if missing:
         raise ValueError(f"{printable(path)} lacks {', '.join(missing)}")
-    only = _ONLY | dict(family.only)
+    unread = {key: values for key, values in _ONLY_UNREAD.items() if key not in family.known}
+    only = _ONLY | unread | dict(family.only)
     known = {*family.known, *family.ignored}
     _check_keys(path, family.model_type, given, known, only, ignore)
     return family.completed(given)
@@ -229,10 +247,9 @@ def _check_keys(
         wrong += [f"{first_of([key])} is {shown(given[key])}, and unknown" for key in unknown]
         if len(wrong) > _NAMED:
             wrong[_NAMED:] = [f"and {len(wrong) - _NAMED} more"]
-        ignored = shown(tuple(unknown)) if 0 < len(unknown) <= _NAMED else "(key,)"
         raise NotImplementedError(
             f"{printable(path)}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
-            f"change the computation, pass ignore={ignored}"
+            f"change the computation, {ignoring(unknown[:_NAMED])}"
         )
 
 

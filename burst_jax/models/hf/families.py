@@ -131,6 +131,8 @@ _ALL: tuple[Family, ...] = (
         | {"hidden_act": "silu", "max_position_embeddings": 2048}
         | {"attention_bias": False, "mlp_bias": False},
         {"qk_norm": False},
+        # Of Qwen's and Mistral's files, in models that were converted from those.
+        only={"sliding_window": (None,), "use_sliding_window": (False, None)},
     ),
     Family(
         "mistral",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from burst_jax.errors import check_integer, check_positive, shown
+from burst_jax.errors import check_integer, check_positive, printable, shown
 from burst_jax.models.config import MAX_LAYERS, MAX_SIZE
 
 _SIZES = (
@@ -28,6 +29,13 @@ _BOOLEANS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
     "norm_topk_prob",
 )
+
+
+def ignoring(names: Sequence[str]) -> str:
+    """The remedy for keys or tensors that do not change the computation, for a message."""
+    keys = shown(tuple(names)) if names else "(key,)"
+    flags = shown(shlex.join(printable(name) for name in names))[1:-1] if names else "KEY"
+    return f"pass ignore={keys}, on a command line --ignore {flags}"
 
 
 def check_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,10 @@ class TensorFiles:
         """The names of all tensors."""
         return self._places.keys()
 
+    def rename(self, old: str, new: str) -> None:
+        """Gives a tensor another name."""
+        self._places[new] = self._places.pop(old)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         return tuple(self._slice(name).get_shape())

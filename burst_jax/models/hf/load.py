@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
@@ -19,8 +20,12 @@ from burst_jax.errors import first_of, printable
 from burst_jax.models.config import DecoderConfig, Remat
 from burst_jax.models.decoder import Decoder, abstract_decoder
 from burst_jax.models.hf.config import read_config
+from burst_jax.models.hf.family import Family, Multimodal
+from burst_jax.models.hf.fields import ignoring
 from burst_jax.models.hf.files import FLOATING, TensorFiles
+from burst_jax.models.hf.quantized import DEQUANTIZE
 from burst_jax.models.hf.tensors import Weight, index_of, weights_of
+from burst_jax.models.hf.tied import UntiedHead, head_name, resolve_head
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 from burst_jax.parallel.rules import ShardingRules
@@ -39,11 +44,23 @@ def load_config(
     mlp_chunks: int = 1,
     ignore: Collection[str] = (),
 ) -> DecoderConfig:
-    """The config of the decoder that :func:`load` returns, with the same arguments."""
-    return read_config(
-        Path(folder), dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
+    """The config of the decoder that :func:`load` returns, with the same arguments.
+
+    It is that of ``config.json``. Weights need not be there; if they are, an output projection next
+    to a tied embedding is compared with it, as in :func:`load`.
+    """
+    folder = Path(folder)
+    config, family, multimodal = read_config(
+        folder, dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
         mlp_chunks=mlp_chunks, ignore=ignore,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    if not config.tie_embeddings:
+        return config
+    try:
+        files = _files(folder, family, multimodal)
+    except (FileNotFoundError, ImportError):  # No weights, or no library to load them with.
+        return config
+    return resolve_head(config, family, files, ignore)
 
 
 def load(
@@ -67,6 +84,10 @@ def load(
     hold, one weight after the other, so host memory holds at most one weight with all its layers in
     addition to the model.
 
+    If ``config.json`` ties the output projection to the embedding and the files have both, each
+    process compares them: a copy is not loaded; one that differs is, untied, with the warning
+    :class:`burst_jax.models.UntiedHead`, and so is saved.
+
     Args:
       folder: has ``config.json`` and ``model.safetensors``, or several such files with an index.
       rules: the mesh axes that shard weights and activations, see
@@ -77,8 +98,8 @@ def load(
       remat: see :class:`burst_jax.models.DecoderConfig`.
       remat_layers: see :class:`burst_jax.models.DecoderConfig`.
       mlp_chunks: see :class:`burst_jax.models.DecoderConfig`.
-      ignore: unknown keys of ``config.json`` or its RoPE, and tensors, that do not change the
-        computation.
+      ignore: names of unknown keys of ``config.json`` or its RoPE, and of tensors, that do not
+        change the computation.
       **options: attention options, like ``mesh`` and ``layout``, see
         :class:`burst_jax.models.Decoder`. A mesh is required: here, or by ``jax.set_mesh``.
 
@@ -98,19 +119,35 @@ def load(
         folder, dtype=dtype, param_dtype=param_dtype, remat=remat, remat_layers=remat_layers,
         mlp_chunks=mlp_chunks, ignore=ignore,
     )  # fmt: skip
+    files = _files(folder, family, multimodal)
+    tied, config = config.tie_embeddings, resolve_head(config, family, files, ignore)
+    if tied and not config.tie_embeddings:
+        warnings.warn(
+            f"{printable(folder)} has tie_word_embeddings true, and its {head_name(family)} "
+            "differs from the embedding: they are not tied, as in transformers. Set "
+            "tie_word_embeddings to false in its config.json, or to use the embedding "
+            f"{ignoring([head_name(family)])}",
+            UntiedHead,
+            stacklevel=2,
+        )
     graphdef, shapes = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
-    tensor_name = multimodal.tensor_name if multimodal else str
-    files = TensorFiles(folder, tensor_name=tensor_name, quantization=family.quantization)
     weights = weights_of(shapes, family)
-    check_tensors(folder, files, weights, ignore)
+    copy = (head_name(family),) if config.tie_embeddings else ()
+    check_tensors(folder, files, weights, (*ignore, *copy))
     values = {}
     for weight in weights:
         sharding = NamedSharding(mesh, specs[weight.path])
         values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
     return nnx.merge(graphdef, with_weights(shapes, values))
+
+
+def _files(folder: Path, family: Family, multimodal: Multimodal | None) -> TensorFiles:
+    """The tensors of a checkpoint, under the names of the language model."""
+    tensor_name = multimodal.tensor_name if multimodal else str
+    return TensorFiles(folder, tensor_name=tensor_name, quantization=family.quantization)
 
 
 def read_weight(
@@ -150,8 +187,13 @@ def check_tensors(
     weights: list[Weight],
     ignore: Collection[str],
     described_by: str = "its config.json describes",
+    skip: str = "if the unexpected ones do not change the computation, pass their names as "
+    "ignore=, on a command line --ignore",
 ) -> None:
-    """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers."""
+    """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers.
+
+    ``skip`` is the remedy for unexpected tensors.
+    """
     expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
@@ -177,8 +219,8 @@ def check_tensors(
         if names
     ]
     if found:
+        found += [DEQUANTIZE] if quantized else [skip] if unexpected else []
         raise ValueError(
             f"{printable(folder)} does not have the tensors that {described_by}; "
             + "; ".join(found)
-            + ("; pass ignore= to skip tensors" if unexpected else "")
         )

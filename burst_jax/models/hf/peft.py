@@ -39,6 +39,8 @@ TENSORS = "adapter_model.safetensors"
 # Supported initializers of A and B. Others derive them from W, and peft subtracts the initial
 # adapter from W when it loads it.
 _INITIALIZERS = (None, False, True, "gaussian", "eva", "orthogonal")
+# The remedy for adapters that have more than those of the layers' projections.
+_MERGE = "merge others with peft's merge_and_unload, and load the model that it returns, saved"
 # Keys without effect on the computation, or read here.
 _KNOWN = frozenset(
     (
@@ -46,7 +48,7 @@ _KNOWN = frozenset(
         *("base_model_name_or_path", "r", "lora_alpha", "target_modules", "exclude_modules"),
         # Initialization and training.
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("lora_dropout", "ensure_weight_tying"),
+        *("lora_dropout", "ensure_weight_tying", "use_rslora"),
         # Parameters of features that are off.
         *("layers_pattern", "megatron_core", "qalora_group_size"),
     )
@@ -91,7 +93,7 @@ def save_adapter(
         )
     check_base(config, base)
     arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
-    alpha = float(lora.rank if lora.alpha is None else lora.alpha)
+    alpha = float(lora.divisor if lora.alpha is None else lora.alpha)
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -104,7 +106,7 @@ def save_adapter(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "use_rslora": False,
+        "use_rslora": lora.rank_stabilized,
         "use_dora": False,
         "modules_to_save": None,
         "layers_to_transform": None,
@@ -130,7 +132,8 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     Raises:
       FileNotFoundError: a file is missing.
       ImportError: the library safetensors, or qwix, is missing.
-      NotImplementedError: an adapter other than LoRA of one rank on the layers' projections.
+      NotImplementedError: an adapter other than LoRA, rank-stabilized or not, of one rank on the
+        layers' projections.
       ValueError: the decoder already has adapters; missing, unexpected or wrongly shaped tensors; a
         damaged file.
     """
@@ -145,14 +148,15 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     )
     if not targets:
         raise ValueError(f"{folder / TENSORS} has no tensor of a projection: not a LoRA adapter")
-    lora = Lora(given["r"], float(given["lora_alpha"]), targets)
+    stabilized = bool(given.get("use_rslora"))
+    lora = Lora(given["r"], float(given["lora_alpha"]), targets, stabilized)
     graphdef, shapes = abstract_like(model, lora=lora)
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
     weights = _weights(flat_weights(adapters), model.config)
-    check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe")
+    check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe", _MERGE)
     values = {
         weight.path: read_weight(
             files, weight, NamedSharding(mesh, specs[weight.path]), np.dtype(np.float32)
@@ -222,7 +226,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     if wrong:
         raise NotImplementedError(
             f"{printable(path)}: {first_of(wrong)}. Supported is LoRA of one rank on the layers' "
-            "projections; merge others with peft's merge_and_unload, and load the model"
+            f"projections; {_MERGE}"
+        )
+    stabilized = given.get("use_rslora")
+    if not (stabilized is None or isinstance(stabilized, bool)):
+        raise ValueError(
+            f"{printable(path)} has use_rslora {shown(stabilized)}: it must be true or false"
         )
     missing = [key for key in ("r", "lora_alpha") if given.get(key) is None]
     if missing:

@@ -15,6 +15,7 @@ from typing import Any
 
 from burst_jax.errors import check_integer, check_positive, first_of, shown
 from burst_jax.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
+from burst_jax.models.hf.fields import ignoring
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -138,8 +139,8 @@ def _rope(source: str, given: Mapping[str, Any], values: Mapping[str, Any], thet
     if unknown:
         raise NotImplementedError(
             f"{source} with rope_type {name!r} has {first_of(unknown)}: known options are "
-            f"{', '.join(known) or 'none'}. If one does not change the computation, pass "
-            f"ignore={shown(tuple(unknown))}"
+            f"{', '.join(known) or 'none'}. If one does not change the computation, "
+            f"{ignoring(unknown)}"
         )
     needed = {"factor", "low_freq_factor", "high_freq_factor"}.intersection(known)
     if missing := sorted(needed - set(options)):
