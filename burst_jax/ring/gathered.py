@@ -66,7 +66,9 @@ class _Documents:
 
     Attributes:
       whole: inputs of the attention over whole documents.
-      split: inputs of that over split documents, with this device's zone instead of all keys.
+      split: inputs of that over split documents, with the keys of this device's zone instead of a
+        slice of all zones. The arrays are those of every slice: an implementation chooses the form
+        in which it accumulates dQ by them.
       specs: of ``whole`` and of ``split``.
       shard: this device's shard.
       route: the ring.
@@ -109,8 +111,9 @@ class _Documents:
         self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
         local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
+        starts, ends = self._ranges[0]
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        query = query._replace(positions=indices(zone))
+        query = query._replace(positions=indices(zone), kv_starts=starts, kv_ends=ends)
         self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
