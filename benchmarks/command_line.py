@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks import plot
-from burst_jax.command_line import Unusable
+from burst_jax.command_line import Unusable, check_output
 
 
 def require_gpus(what: str, least: int = 1) -> None:
@@ -42,13 +41,8 @@ def require_outputs(json: Path | None = None, png: Path | None = None) -> None:
     """
     try:
         for path in (json, png):
-            if path is None:
-                continue
-            if path.is_dir():
-                raise Unusable(f"{path} is a folder: name a file in it")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
+            if path is not None:
+                check_output(path)
         if png is not None:
             plot.figure_class()
     except (OSError, ImportError) as error:

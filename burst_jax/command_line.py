@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,6 +74,25 @@ def folder(text: str) -> Path:
     except OSError as error:  # A name that is too long.
         reason = str(error.strerror)
     raise argparse.ArgumentTypeError(f"{shown(text)}: {reason}")
+
+
+def check_output(path: Path) -> None:
+    """Makes sure that a file can be written, before the work whose result it gets.
+
+    Its folder is created.
+
+    Raises:
+      OSError: it cannot.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} cannot be written: name another file")
+        return
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def use_cpu_devices() -> None:

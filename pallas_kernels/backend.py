@@ -143,9 +143,8 @@ def runs_anywhere(platform: str, compute_capability: float | None) -> None:
 
 def needs_gpu(what: str, platform: str, compute_capability: float | None) -> str:
     """Why an implementation that needs ``what``, a compute capability, cannot run elsewhere."""
-    others = "None, 'mosaic_sm80' or 'xla'" if platform == "gpu" else "None or 'xla'"
     has = "" if compute_capability is None else f" of compute capability {compute_capability}"
-    return f"it needs {what}, the arrays are on {platform!r}{has}; use {others}"
+    return f"it needs {what}, the arrays are on {platform!r}{has}"
 
 
 def supports_all_inputs(inputs: AttentionInputs) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+import jax
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.inputs import AttentionInputs
@@ -15,8 +21,56 @@ NAMES = ("mosaic_sm90", "mosaic_sm80", "xla")
 _CANDIDATES = NAMES
 
 
+# What all calls use instead of their own implementation; None changes none.
+_SUBSTITUTE: ContextVar[str | None] = ContextVar("substitute", default=None)
+# Frames of these are not the caller's code: this project's packages, Python's own modules, and what
+# is installed next to JAX.
+_LIBRARIES = (
+    *(str(Path(__file__).parents[1] / name) + "/" for name in ("burst_jax", "pallas_kernels")),
+    *(
+        str(Path(module.__file__ or "").parents[up]) + "/"
+        for module, up in ((contextlib, 0), (jax, 1))
+    ),
+)
+
+
 class SlowerKernelsWarning(UserWarning):
-    """``implementation=None`` uses no kernels on a GPU that could run them."""
+    """``implementation=None`` takes XLA's attention on a GPU for which there are kernels."""
+
+
+@contextlib.contextmanager
+def substituted(implementation: str | None) -> Iterator[None]:
+    """Calls that are traced inside the ``with`` block use ``implementation`` instead of their own.
+
+    It is no part of the keys of JAX's caches: the caller makes sure that programs are traced again.
+    """
+    token = _SUBSTITUTE.set(implementation)
+    try:
+        yield
+    finally:
+        _SUBSTITUTE.reset(token)
+
+
+def substitute() -> str | None:
+    """The implementation of :func:`substituted`; None outside of it."""
+    return _SUBSTITUTE.get()
+
+
+def warn_of_xla(kernels: str, obstacle: str) -> None:
+    """Warns that ``implementation=None`` takes XLA, at the line that calls the library.
+
+    Python shows one text once for each line, so a layer that is traced many times warns once.
+
+    Args:
+      kernels: name of the kernels that the GPU could run.
+      obstacle: why they cannot run this call, with the remedy.
+    """
+    warnings.warn(
+        f"implementation=None takes 'xla' here, and not {kernels!r}: {obstacle}. XLA is many times "
+        "slower; if that is right here, pass implementation='xla'",
+        SlowerKernelsWarning,
+        skip_file_prefixes=_LIBRARIES,
+    )
 
 
 def _named(name: str) -> Implementation:
@@ -62,8 +116,8 @@ def resolve(
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
     The decision does not try to lower kernels, because those of a newer GPU abort when they are
-    lowered for an older one. If None chooses XLA because a GPU that could run kernels is absent, a
-    :class:`SlowerKernelsWarning` says so.
+    lowered for an older one. If None chooses XLA on a GPU for which there are kernels, a
+    :class:`SlowerKernelsWarning` has the reason.
 
     Args:
       implementation: a name, an :class:`Implementation`, or None.
@@ -80,7 +134,7 @@ def resolve(
       NotImplementedError: the named one does not support the device, the arrays or the user
         functions.
     """
-    chosen = find(implementation)
+    chosen = find(substitute() or implementation)
     if chosen is not None:
         chosen = _variant(chosen, deterministic, compute_capability)
     where = platform, compute_capability, inputs, backward, deterministic, spec
@@ -89,18 +143,39 @@ def resolve(
         candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)
         chosen = next(x for x in candidates if _obstacle(x, *where) is None)
         if chosen is XLA and (compute_capability or 0) >= 8.0:
-            sm80 = _named("mosaic_sm80")
-            absent = sm80.unavailable(platform, compute_capability)
-            if absent is not None and sm80.unsupported(inputs) is None:
-                warnings.warn(
-                    f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
-                    SlowerKernelsWarning,
-                    stacklevel=2,
-                )
+            _warn(*where)
     obstacle = _obstacle(chosen, *where)
     if obstacle is not None:
-        raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
+        raise NotImplementedError(cannot_run(chosen.name, obstacle))
     return chosen
+
+
+def cannot_run(name: str, obstacle: str) -> str:
+    """The message for a named implementation that does not support a call."""
+    return (
+        f"implementation {name!r} cannot run: {obstacle}; use None, which takes the fastest that "
+        "can"
+    )
+
+
+def _warn(
+    platform: str,
+    compute_capability: float | None,
+    inputs: AttentionInputs,
+    backward: bool,
+    deterministic: bool,
+    spec: AttentionSpec | None,
+) -> None:
+    """Warns that XLA runs on a GPU that has kernels, with the obstacle of the fastest ones."""
+    by_speed = [_named(name) for name in _CANDIDATES[:-1]]
+    runs = (each for each in by_speed if each.unavailable(platform, compute_capability) is None)
+    kernels = _variant(next(runs, by_speed[-1]), deterministic, compute_capability)
+    call = platform, compute_capability, inputs
+    if backward and _obstacle(kernels, *call, False, deterministic, spec) is not None:
+        return  # The forward pass has warned.
+    obstacle = _obstacle(kernels, *call, backward, deterministic, spec)
+    if obstacle is not None:
+        warn_of_xla(kernels.name, obstacle)
 
 
 def _variant(
@@ -130,11 +205,11 @@ def _obstacle(
     if unavailable is not None:
         return unavailable
     if backward and candidate.backward is None:
-        return "it has no backward pass; use None or 'xla' where gradients are taken"
+        return "it has no backward pass, and gradients are taken"
     if backward and deterministic and not candidate.deterministic:
         return (
             "deterministic is True, and it adds up gradients in an order that differs from run to "
-            "run; use None, or leave deterministic out"
+            "run: leave deterministic out"
         )
     if backward and candidate.backward_unsupported is not None:
         unsupported = candidate.backward_unsupported(inputs)

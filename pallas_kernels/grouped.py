@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import grouped_xla
 from pallas_kernels.arrays import as_int32, value_range, vary, varying_axes
-from pallas_kernels.choice import NAMES, SlowerKernelsWarning
+from pallas_kernels.choice import NAMES, cannot_run, substitute, warn_of_xla
 from pallas_kernels.device import target_of
 from pallas_kernels.grouped_products import GroupedProducts
 
@@ -94,25 +93,24 @@ def _check_sizes(group_sizes: jax.Array, rows: int) -> None:
 
 def _choose(implementation: str | None, x: jax.Array, w: jax.Array) -> GroupedProducts:
     target = target_of(x)
+    implementation = substitute() or implementation
     if implementation is None:
         names = NAMES if target.platform == "gpu" else ("xla",)
         candidates = [_named(name) for name in names]
         chosen = next(each for each in candidates if each.obstacle(target, x, w) is None)
         if chosen is XLA and (target.compute_capability or 0) >= 8.0:
-            absent = _named("mosaic_sm80").unavailable(*target)
-            if absent is not None:
-                warnings.warn(
-                    f"implementation=None takes 'xla' here, and not 'mosaic_sm80': {absent}",
-                    SlowerKernelsWarning,
-                    stacklevel=3,
-                )
+            by_speed = candidates[:-1]
+            runs = (each for each in by_speed if each.unavailable(*target) is None)
+            kernels = next(runs, by_speed[-1])
+            if (obstacle := kernels.obstacle(target, x, w)) is not None:
+                warn_of_xla(kernels.name, obstacle)
         return chosen
     if implementation not in NAMES:
         names = ", ".join(map(repr, NAMES))
         raise ValueError(f"implementation is {implementation!r}: use None or one of {names}")
     chosen = _named(implementation)
     if (obstacle := chosen.obstacle(target, x, w)) is not None:
-        raise NotImplementedError(f"implementation {chosen.name!r} cannot run: {obstacle}")
+        raise NotImplementedError(cannot_run(chosen.name, obstacle))
     return chosen
 
 

@@ -43,8 +43,8 @@ class GroupedProducts:
         if reason is not None or not self.is_kernel:
             return reason
         if x.dtype not in _KERNEL_DTYPES:
-            return f"x is {x.dtype}; it supports bfloat16 and float16; use None or 'xla'"
+            return f"x is {x.dtype}; it supports bfloat16 and float16: cast x and w"
         for name, dim in zip("KN", w.shape[1:], strict=True):
             if dim % _LANES or not dim:
-                return f"{name} is {dim}; it supports multiples of {_LANES}; use None or 'xla'"
+                return f"{name} is {dim}; it supports multiples of {_LANES}: pad the features"
         return None

@@ -98,18 +98,18 @@ def unsupported_functions(
             if operation.name not in operations:
                 return (
                     f"{name} does {operation.name!r}, which its kernels cannot do with tiles of "
-                    "scores; write it by elementwise arithmetic, or use None or 'xla'"
+                    "scores: write it by elementwise arithmetic"
                 )
             for variable in operation.outputs:
                 if str(variable.dtype) not in dtypes:
                     return (
                         f"{name} computes in {variable.dtype}; its kernels have "
-                        f"{', '.join(sorted(dtypes))}: cast to one of them, or use None or 'xla'"
+                        f"{', '.join(sorted(dtypes))}: cast to one of them"
                     )
         if traced.captured:
             shape = np.shape(traced.captured[0])
             return (
                 f"{name} captures an array of shape {shape}, and its kernels take numbers alone; "
-                "compute it from positions and heads, or use None or 'xla'"
+                "compute it from positions and heads"
             )
     return None

@@ -88,7 +88,7 @@ def parse_call(
       ValueError: an argument is wrong.
       NotImplementedError: a combination that the kernels do not support.
     """
-    arguments = watch_call(arguments, query, axes, local)
+    watch_call(arguments, query, axes, local)
     arrays = check_arrays(arguments, query, key, value)
     request = make_request(
         arguments,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from pallas_kernels.choice import substituted
+
 if TYPE_CHECKING:
     from burst_jax.attention.arguments import LocalArguments
     from burst_jax.parallel.mesh import AxisNames
@@ -57,13 +59,7 @@ class WatchedCall:
     place: Place | None
 
 
-@dataclasses.dataclass
-class _Watch:
-    calls: list[WatchedCall]
-    implementation: str | None
-
-
-_WATCH: ContextVar[_Watch | None] = ContextVar("watch", default=None)
+_WATCH: ContextVar[list[WatchedCall] | None] = ContextVar("watch", default=None)
 # Part of the key of JAX's caches: without it, functions that are traced already call nothing.
 _RETRACE = jax.make_user_context()
 
@@ -73,32 +69,26 @@ def watched(implementation: str | None = None) -> Iterator[list[WatchedCall]]:
     """Collects the attention calls that are traced inside the ``with`` block.
 
     Args:
-      implementation: the implementation that all calls use instead of their own; None changes none.
+      implementation: what all calls use instead of their own implementation, and the products of
+        a mixture's experts, too; None changes none.
     """
-    watch = _Watch([], implementation)
-    token = _WATCH.set(watch)
+    calls: list[WatchedCall] = []
+    token = _WATCH.set(calls)
     try:
-        with _RETRACE(object()):
-            yield watch.calls
+        with _RETRACE(object()), substituted(implementation):
+            yield calls
     finally:
         _WATCH.reset(token)
 
 
-def watch_call[Arguments: LocalArguments](
-    arguments: Arguments, query: Any, axes: AxisNames, local: bool
-) -> Arguments:
-    """The arguments that a call uses; records the call if a watch is active."""
-    watch = _WATCH.get()
-    if watch is None:
-        return arguments
+def watch_call(arguments: LocalArguments, query: Any, axes: AxisNames, local: bool) -> None:
+    """Records a call if a watch is active."""
+    calls = _WATCH.get()
+    if calls is None:
+        return
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = getattr(jax.typeof(query), "vma", None) if manual else None
-    watch.calls.append(
-        WatchedCall(local, arguments, axes, varying or None, tuple(manual), _caller())
-    )
-    if watch.implementation is None:
-        return arguments
-    return dataclasses.replace(arguments, implementation=watch.implementation)
+    calls.append(WatchedCall(local, arguments, axes, varying or None, tuple(manual), _caller()))
 
 
 def is_library(file: str) -> bool:

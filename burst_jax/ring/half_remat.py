@@ -60,7 +60,7 @@ def attend_saving_half(
 
     Raises:
       ValueError: the mask is not causal, or the numbers of queries and keys differ.
-      NotImplementedError: the layout is contiguous, over several devices.
+      NotImplementedError: the layout is balanced, or contiguous over several devices.
     """
     inputs = prepared(request, inputs)
     of_ring = ring_inputs(request, inputs)
@@ -123,6 +123,12 @@ def _check(request: Request, inputs: AttentionInputs) -> None:
             "is_causal is False, or prefix_lengths lifts it: queries of the first half of the "
             "sequence then attend to keys of the second half, and half of the attention cannot be "
             f"recomputed alone; {instead}"
+        )
+    if request.zone is not None:
+        raise NotImplementedError(
+            f"layout is {request.layout!r}, which has no first half of a sequence to recompute: "
+            'it places every document by itself; use layout="zigzag" or "striped", or '
+            f"{instead}"
         )
     if request.query_offset != 0:
         raise ValueError(

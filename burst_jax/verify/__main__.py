@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from burst_jax.command_line import Parser, folder, integer, use_cpu_devices
+from burst_jax.command_line import Parser, check_output, folder, integer, use_cpu_devices
 from burst_jax.layouts.permutation import check_layout, padded_length
 from burst_jax.models import abstract_decoder, load
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option
@@ -60,6 +60,11 @@ def _parser() -> Parser:
 
 def _check(args: argparse.Namespace, mesh: Mesh) -> None:
     """Fills in ``--batch``; raises ValueError for options that do not fit together."""
+    if args.json is not None:
+        try:
+            check_output(args.json)
+        except OSError as error:
+            raise ValueError(f"--json: {error}") from error
     args.batch = batch_of_option(args.batch, mesh)
     seq = mesh.shape["seq"]
     fit = padded_length(args.layout, args.seq_len, seq)
@@ -118,11 +123,14 @@ def main(argv: list[str] | None = None) -> int:
         mesh = mesh_of_option(args.mesh)
         _check(args, mesh)
         report = _compare(args, mesh)
-        if args.json is not None:
-            args.json.write_text(json.dumps(report.record(), indent=1, allow_nan=False) + "\n")
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         parser.error(str(error))
     print(report)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(report.record(), indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            parser.error(f"--json: {error}")
     return 0 if report.passed else 1
 
 

@@ -242,7 +242,7 @@ class _Comparison:
         """Runs everything."""
         dtype = self._run(self.one)
         self._run(self.there)
-        reference, wide = self._reference(dtype)
+        reference, wide, no_reference = self._reference(dtype)
         losses = {"mesh": self.there.value, "one device": self.one.value}
         if reference is not None:
             losses["reference"] = reference[0]
@@ -266,7 +266,7 @@ class _Comparison:
         sizes = [(name, size) for name, size in self.mesh.shape.items() if size > 1]
         shape = ",".join(f"{name}={size}" for name, size in sizes) or "one device"
         return Report(
-            shape, self.layout, dtype, wide, losses, loss, gradients, segments,
+            shape, self.layout, dtype, wide, no_reference, losses, loss, gradients, segments,
             tuple(replicated), tuple(dict.fromkeys(problems)), self.cost,
         )  # fmt: skip
 
@@ -302,8 +302,8 @@ class _Comparison:
         yield
         self.cost.seconds[name] = self.cost.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def _reference(self, dtype: str) -> tuple[Results | None, str | None]:
-        """Loss and gradients of one device in a wider dtype, and that dtype."""
+    def _reference(self, dtype: str) -> tuple[Results | None, str | None, str | None]:
+        """Loss and gradients of one device in a wider dtype, that dtype, or why there are none."""
         wide = "float64" if dtype == "float32" else "float32"
         side = self.one
         with jax.set_mesh(side.mesh), self._timed("reference"):
@@ -314,9 +314,10 @@ class _Comparison:
             try:
                 with jax.enable_x64(wide == "float64"):
                     value, *gradients = jax.jit(widened(closed, wide))(*arguments)
-            except (NotImplementedError, TypeError, ValueError):
-                return None, None  # An operation with one dtype only, like a kernel of the user's.
-            return (float(value), [np.asarray(x) for x in gradients]), wide
+            except (NotImplementedError, TypeError, ValueError) as error:
+                # An operation with one dtype only, like a kernel of the user's.
+                return None, None, str(error).partition("\n")[0]
+            return (float(value), [np.asarray(x) for x in gradients]), wide, None
 
     def _problems_of_batch(self) -> list[str]:
         segments = batches.segments_of(self.batch, self.sizes, self.segment_names)

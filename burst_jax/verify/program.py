@@ -25,10 +25,11 @@ _PACKAGE = str(Path(__file__).parents[1]) + "/"
 # Names of attention's jitted functions.
 ATTENTION = ("_on_mesh", "_on_device")
 # The parameters of calls that hold the called program.
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 _CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "remat_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "eval_jaxpr"),
+    "custom_vmap_call",
 )
 # They hold a program of the narrow dtype.
 _SCATTERS: dict[str, Callable[..., jax.Array]] = {
@@ -256,7 +257,7 @@ def widened(closed: ClosedJaxpr, dtype: str) -> Callable[..., list[Any]]:
     """A program as a function that computes everything in ``dtype``, "float32" or "float64".
 
     Every floating value that is narrower is widened, also inside of loops and ``shard_map``. What
-    has no wider form, such as a GPU kernel, raises when the function is traced.
+    has no wider form, such as a GPU kernel, raises NotImplementedError when the function is traced.
     """
     wider = _Widened(dtype)
     return lambda *inputs: wider.run(closed.jaxpr, closed.consts, inputs)
@@ -318,17 +319,40 @@ class _Widened:
             return list(
                 lax.reduce(operands, starts, lambda x, y: tuple(body(*x, *y)), params["dimensions"])
             )
-        fixed = name in ("pallas_call", "bitcast_convert_type")
-        if fixed and any(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
-            raise NotImplementedError(f"{name} has a fixed dtype")
-        if body is not None:  # Of the narrow dtype.
-            raise NotImplementedError(f"{name} is no call that is known")
+        if name == "bitcast_convert_type":
+            # From integers, as of random numbers, it keeps its dtype, and its result is widened.
+            if any(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
+                raise NotImplementedError("it reads the bits of numbers (bitcast_convert_type)")
+            return bind_equation(equation, given)
+        # Kernels, callbacks and foreign functions are written for their dtypes: given others they
+        # would compute something else.
+        if body is not None or self.is_fixed(list(params.values())):
+            what = params.get("name") or params.get("target_name") or name
+            raise NotImplementedError(f"{what} is written for its dtype")
         changed = {
             key: self.dtype
             for key, value in params.items()
             if isinstance(value, jnp.dtype) and self.is_narrow(value)
         }
-        return bind_equation(equation, given, **changed)
+        out = bind_equation(equation, given, **changed)
+        if any(self.is_narrow(x.dtype) for x in out):
+            raise NotImplementedError(f"{name} has one dtype only")
+        return out
+
+    def is_fixed(self, values: Any) -> bool:
+        """Whether a parameter of an operation is a program or a type with narrow values."""
+        if isinstance(values, dict):
+            values = list(values.values())
+        if isinstance(values, (tuple, list)):
+            return any(map(self.is_fixed, values))
+        program = getattr(values, "jaxpr", values)
+        if hasattr(program, "eqns"):
+            atoms = (*program.invars, *program.outvars)
+            names = float_dtypes(program) | {
+                getattr(getattr(atom.aval, "dtype", None), "name", "") for atom in atoms
+            }
+            return not names.isdisjoint(self.narrow)
+        return hasattr(values, "shape") and self.is_narrow(getattr(values, "dtype", None))
 
     def closed(self, body: Any) -> Callable[..., list[Any]]:
         consts = getattr(body, "consts", ())

@@ -55,6 +55,7 @@ class Report:
       layout: the layout on the mesh.
       dtype: the narrowest floating dtype in which the loss computes.
       reference: dtype of the reference; None if the loss cannot be computed in a wider one.
+      no_reference: why it cannot; None if it can.
       losses: the loss by program: "mesh", "one device", and "reference".
       loss: relative difference of the losses.
       gradients: a difference for each parameter group.
@@ -68,6 +69,7 @@ class Report:
     layout: str
     dtype: str
     reference: str | None
+    no_reference: str | None
     losses: dict[str, float]
     loss: Difference
     gradients: tuple[Difference, ...]
@@ -123,6 +125,11 @@ class Report:
                 f", {100 * self.segments.loss:.1f} % of the loss weight"
             )  # fmt: skip
             lines.append(f"in segment 0: {100 * self.segments.tokens:.1f} % of the tokens{share}")
+        if self.no_reference is not None:
+            lines.append(
+                f"no reference in a wider dtype: {self.no_reference}; limits are those of "
+                f"{self.dtype}"
+            )
         axes = ", ".join(self.replicated) or "none"
         lines.append(f"mesh axes whose devices all compute the same attention: {axes}")
         sizes = {name: f", {size / 2**20:,.1f} MiB" for name, size in self.cost.bytes.items()}

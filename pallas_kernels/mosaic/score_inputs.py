@@ -34,7 +34,10 @@ def unsupported_inputs(inputs: AttentionInputs, *, most: int) -> str | None:
     """Why a kernel for head dims up to ``most`` does not support the inputs, or None if it does."""
     q, k = inputs.query.q, inputs.kv.k
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k.dtype:
-        return f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16"
+        return (
+            f"query is {q.dtype} and key {k.dtype}; it supports bfloat16 or float16: cast query, "
+            "key and value (a RoPE may return float32)"
+        )
     for what, dim in (("", inputs.head_dim), (" of values", inputs.value_dim)):
         if dim > most:
             return f"the head dim{what} is {dim}; it supports {most} at most"
@@ -43,7 +46,7 @@ def unsupported_inputs(inputs: AttentionInputs, *, most: int) -> str | None:
         return None
     return (
         f"blocks of block_mask hold {mask.q_run} queries and {mask.kv_run} keys side by side on a "
-        f"device; it supports multiples of {BLOCK_TOKENS} (use larger blocks, None or 'xla')"
+        f"device; it supports multiples of {BLOCK_TOKENS}: use larger blocks"
     )
 
 

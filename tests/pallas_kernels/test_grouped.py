@@ -155,12 +155,33 @@ def test_a_kernel_that_cannot_be_compiled_is_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("target", "arrays", "message"),
     [
+        (HOPPER, (X, W), "'mosaic_sm90': x is float32; .*: cast x and w"),
+        (AMPERE, (BF16[0][:, :24], BF16[1][:, :24]), "'mosaic_sm80': K is 24; .*: pad the"),
+    ],
+    ids=["dtype", "K"],
+)
+def test_xla_on_a_gpu_that_has_kernels_is_a_warning(monkeypatch, target, arrays, message):
+    monkeypatch.setattr(grouped, "target_of", lambda x: target)
+    monkeypatch.setattr(implementation, "compiles_for", lambda: (8, 0))
+    with pytest.warns(
+        SlowerKernelsWarning, match=f"'xla' here, and not {message}.*\\. XLA is many"
+    ):
+        assert grouped._choose(None, *arrays).name == "xla"
+
+
+@pytest.mark.parametrize(
+    ("target", "arrays", "message"),
+    [
         (Target("cpu", None), BF16, "it needs compute capability 9.0"),
-        (HOPPER, (X, W), "x is float32; it supports bfloat16 and float16; use None or 'xla'"),
+        (
+            HOPPER,
+            (X, W),
+            "x is float32; it supports bfloat16 and float16: cast x and w; use None, w",
+        ),
         (
             HOPPER,
             (BF16[0][:, :24], BF16[1][:, :24]),
-            "K is 24; it supports multiples of 64; use None or 'xla'",
+            "K is 24; it supports multiples of 64: pad the features; use None",
         ),
         (HOPPER, (BF16[0], BF16[1][:, :, :40]), "N is 40; it supports multiples of 64"),
     ],

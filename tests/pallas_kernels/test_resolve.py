@@ -12,7 +12,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 from meshes import mesh_of
 
 import burst_jax
@@ -116,14 +118,14 @@ def test_resolve():
     ("name", "capability", "options", "message"),
     [
         (dataclasses.replace(XLA, backward=None), 8.0, {"backward": True},
-         "'xla' .* no backward pass; use None or 'xla' where gradients"),
+         "'xla' .* no backward pass, and gradients are taken; use None, which"),
         ("mosaic_sm90", 9.0, {"dtype": "float32"}, "query is float32 .* bfloat16 or float16"),
         ("mosaic_sm90", 9.0, {"dim": 272}, "the head dim is 272; it supports 256 at most"),
         ("mosaic_sm90", 9.0, {"backward": True, "deterministic": True, "spec": BENT},
-         "deterministic is True, and the derivative .* use None, 'mosaic_sm80' or 'xla'"),
+         "deterministic is True, and the derivative .* use None, which takes the fastest"),
         ("mosaic_sm90", None, {"platform": "cpu"}, r"9.0 \(Hopper\), the arrays are on 'cpu'; use"),
-        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, 'mosaic_sm80'"),
-        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, 'mosaic_sm80'"),
+        ("mosaic_sm90", 8.0, {}, "on 'gpu' of compute capability 8.0; use None, which"),
+        ("mosaic_sm90", 10.0, {}, "on 'gpu' of compute capability 10.0; use None, which"),
         ("mosaic_sm80", 7.5, {}, r"8.0 \(Ampere\) or newer, .* of compute capability 7.5; use"),
         ("mosaic_sm80", 8.6, {"dim": 192, "backward": True},
          r"values are \(192, 192\), for .* needs 115200 bytes .* per CTA; this GPU has 101376"),
@@ -166,8 +168,72 @@ def test_mosaic_kernels_for_an_a100_that_is_not_here_would_be_compiled_for_hoppe
         assert resolve(None, **where) is XLA
     with warnings.catch_warnings(action="error"):
         resolve("xla", **where)
-        choose(None, 8.0, dtype="float32")
-        choose(None, None, platform="cpu")
+
+
+TABLE = np.ones((64, 64), np.float32)
+CAPTURED = AttentionSpec(
+    Mask(), Score(1.0, score_mod=lambda s, b, h, q, k: s + jnp.asarray(TABLE)[q, k])
+)
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "message"),
+    [
+        (9.0, {"dtype": "float32"}, "'mosaic_sm90': query is float32 .*: cast query, key and val"),
+        (
+            8.0,
+            {"dtype": "float32"},
+            "'mosaic_sm80': query is float32 .* .a RoPE may return float32",
+        ),
+        (10.0, {"dim": 512}, "'mosaic_sm80': the head dim is 512; it supports 256 at most"),
+        (9.0, {"dim": 512}, "'mosaic_sm90': the head dim is 512; it supports 256 at most"),
+        (
+            9.0,
+            {"spec": CAPTURED},
+            "'mosaic_sm90': score_mod does 'dynamic_slice', .*: write it by elem",
+        ),
+        (8.9, {"backward": True, "dim": 192}, "'mosaic_sm80': the head dims .* has 101376"),
+    ],
+    ids=["float32", "ampere", "blackwell", "dim", "captured", "backward"],
+)
+def test_xla_on_a_gpu_that_has_kernels_is_a_warning(capability, options, message):
+    message = rf"^implementation=None takes 'xla' here, and not {message}.*\. XLA is many times"
+    with pytest.warns(SlowerKernelsWarning, match=message) as found:
+        assert choose(None, capability, **options) is XLA
+    assert len(found) == 1
+    with warnings.catch_warnings(action="error"):
+        choose("xla", capability, **options)
+        # No kernels are for these.
+        choose(None, 7.5, **options)
+        choose(None, None, platform="cpu", **options)
+        if "backward" not in options:  # The forward pass has warned.
+            choose(None, capability, backward=True, **options)
+
+
+def test_the_warning_is_shown_once_for_a_line_of_the_caller():
+    """Here a RoPE that returns float32, in a model of three layers."""
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    mesh = AbstractMesh((1,), ("seq",), abstract_device=device)
+
+    def attention(x):
+        rotated = x * jnp.cos(jnp.arange(128, dtype=jnp.float32))[:, None, None]
+        return burst_jax.local_attention(rotated, rotated, x.astype(jnp.float32), is_causal=True)
+
+    def loss(x):
+        for _ in range(3):
+            x = attention(x)
+        return x.sum()
+
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        jax.numpy_dtype_promotion("standard"),
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("default")
+        jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16))
+    (shown,) = [each for each in found if each.category is SlowerKernelsWarning]
+    first = attention.__code__.co_firstlineno
+    assert (shown.filename, shown.lineno) == (__file__, first + 2)
 
 
 def test_a_name_that_does_not_exist():
@@ -200,6 +266,8 @@ def test_a_deterministic_gradient_runs_on_other_kernels(monkeypatch):
     assert forward is backward is REPRODUCIBLE_SM90
     assert trace(implementation="mosaic_sm90") == (MOSAIC_SM90, MOSAIC_SM90)
     unordered = dataclasses.replace(MOSAIC_SM90, deterministic_variant=None)
-    message = "'mosaic_sm90' cannot run: deterministic is True, .* use None, or leave"
+    message = (
+        "'mosaic_sm90' cannot run: deterministic is True, .*: leave deterministic out; use None"
+    )
     with pytest.raises(NotImplementedError, match=message):
         trace(implementation=unordered, deterministic=True)

@@ -44,7 +44,8 @@ def half_attention(query, key, value, *, mesh, return_residual, seq_axis, **opti
     tokens = P(None, flat_names(seq_axis, options.get("ulysses_axis")))
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
     static = {name: x for name, x in options.items() if name not in arrays}
-    specs = {name: tokens if "segment" in name else P() for name in arrays}
+    by_token = ("segment", "positions")
+    specs = {name: tokens if any(x in name for x in by_token) else P() for name in arrays}
 
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(tokens,) * 3 + (specs,), out_specs=(tokens, tokens)
@@ -170,6 +171,14 @@ def test_a_layer_keeps_its_input_and_half_of_its_attention():
     assert sizes[0] - sizes[1] == CONFIG.num_layers * B * T // 2 * (heads * width + heads)
 
 
+# Positions and segment ids, as a decoder passes them.
+PLACED = {
+    f"{side}_{what}": jnp.ones((1, 8), jnp.int32)
+    for side in ("query", "key_value")
+    for what in ("positions", "segment_ids")
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "keys", "options", "message"),
     [
@@ -182,8 +191,14 @@ def test_a_layer_keeps_its_input_and_half_of_its_attention():
         ),
         ("contiguous", 8, {"is_causal": True}, r"layout is 'contiguous' over 2 devices.*zigzag"),
         ("zigzag", 8, {"is_causal": True, "query_offset": 1}, "query_offset, .* save all of it"),
+        (
+            "balanced:4",
+            8,
+            {"is_causal": True, **PLACED},
+            r"^layout is 'balanced:4', .*; use layout=\"zigzag\" .* save all of it \(remat=",
+        ),
     ],
-    ids=["full", "keys", "contiguous", "offset"],
+    ids=["full", "keys", "contiguous", "offset", "balanced"],
 )
 def test_what_it_cannot_do_raises(layout, keys, options, message):
     q, k = jnp.ones((1, 8, 2, 8)), jnp.ones((1, keys, 2, 8))

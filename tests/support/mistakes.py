@@ -235,10 +235,10 @@ ARRAY_SCALE = r"scale is .*, a JAX array: .*; pass scale=1\.0 and multiply the q
 IMPOSSIBLE: Rows = [
     ({"implementation": "mosaic_sm80"},
      r"'mosaic_sm80' cannot run: it needs compute capability 8.0 \(Ampere\) or newer, the arrays "
-     "are on 'cpu'; use None or 'xla'"),
+     "are on 'cpu'; use None, which takes the fastest that can"),
     ({"implementation": "mosaic_sm90"},
      r"'mosaic_sm90' cannot run: it needs compute capability 9.0 \(Hopper\), the arrays are on "
-     "'cpu'; use None or 'xla'"),
+     "'cpu'; use None, which takes the fastest that can"),
     ({"scale": jnp.float32(0.5)}, ARRAY_SCALE),
     ({"key_value_positions": ids(B, T)},
      r"key_value_positions has shape \(2, 16\): .*; pass \[S\], or call for one sequence at"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from burst_jax.training import make_batch
+from burst_jax.verify import Cost, Difference, Report
 from burst_jax.verify import __main__ as command
 
 
@@ -44,6 +45,25 @@ def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp
     assert record["loss"]["mesh"] <= record["loss"]["limit"]
 
 
+def test_a_report_that_cannot_be_written_is_printed(capsys, monkeypatch, tmp_path):
+    """A full disk shows only when the report is written."""
+    report = Report(
+        "seq=2", "zigzag", "float32", None, "doubled is written for its dtype", {"mesh": 1.0},
+        Difference("loss", 0.0, None, 3e-5), (), None, (), (), Cost({}, {}),
+    )  # fmt: skip
+    monkeypatch.setattr(command, "_compare", lambda args, mesh: report)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--model", str(tmp_path), "--json", "/dev/full"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == f"{report}\n"
+    missing = "no reference in a wider dtype: doubled is written for its dtype; limits are those of"
+    assert f"{missing} float32\n" in out
+    assert err == (
+        "python -m burst_jax.verify: error: --json: [Errno 28] No space left on device\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -61,6 +81,10 @@ def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp
         (["--layout", "zig"], "argument --layout: layout is 'zig'"),
         (["--seed", "-1"], "argument --seed: '-1': it must be an integer from 0 to 4294967295"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        # Before the comparison, which here would find no model.
+        (["--json", "/dev/null/report.json"], "--json: [Errno 17] File exists: '/dev/null'"),
+        (["--json", "/proc/report.json"], "--json: [Errno 2] No such file or directory: '/proc/"),
+        (["--json", "/"], "--json: / is a folder: name a file in it"),
     ],
 )
 def test_wrong_options_end_with_a_sentence(options, message, tmp_path, capsys):

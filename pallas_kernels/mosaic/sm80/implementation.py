@@ -99,7 +99,7 @@ def needs_ampere(platform: str, compute_capability: float | None) -> str | None:
     if compute_capability < 9.0 and compiles_for() >= (9, 0):
         return (
             "the program is compiled for a GPU that this process does not have, and Mosaic GPU "
-            "then compiles for compute capability 9.0; use 'xla'"
+            "then compiles for compute capability 9.0"
         )
     return None
 

@@ -112,8 +112,7 @@ def _backward_unsupported(inputs: AttentionInputs, *, configs: Configs) -> str |
         # Padded to keys of 192, they would gain nothing.
         return (
             f"the head dim of values is {inputs.value_dim} and that of keys {inputs.head_dim}; the "
-            f"backward supports values above {WIDEST_NARROW_HEAD_DIM} if keys are, too; use None, "
-            "'mosaic_sm80' or 'xla'"
+            f"backward supports values above {WIDEST_NARROW_HEAD_DIM} if keys are, too"
         )
     return None
 
@@ -134,14 +133,13 @@ def _unsupported_functions(
         return (
             f"the head dim is {widest}, and the derivative of score_mod depends on the score; the "
             f"backward supports such functions up to {MAX_DERIVATIVE_HEAD_DIM}, and those that "
-            "only add to the score at all head dims; use None, 'mosaic_sm80' or 'xla'"
+            "only add to the score at all head dims"
         )
     score_mod = spec.score.score_mod
     if deterministic and score_mod is not None and not derivative_is_one(score_mod):
         return (
             "deterministic is True, and the derivative of score_mod is not 1; the reproducible "
-            "backward supports functions that only add to the score; use None, 'mosaic_sm80' or "
-            "'xla'"
+            "backward supports functions that only add to the score"
         )
     return None
 
