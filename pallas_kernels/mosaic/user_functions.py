@@ -12,17 +12,27 @@ from jax import lax
 
 from pallas_kernels.elementwise import on_tiles
 from pallas_kernels.mosaic.fragments import optimization_barrier, tanh
+from pallas_kernels.spec import AttentionSpec, unsupported_functions
 
 # Operations that Mosaic GPU lowers for fragments. Sine and cosine are missing on purpose: Mosaic
 # uses sin.approx and cos.approx, which are accurate for small angles only.
 OPERATIONS = frozenset((
     *("abs", "add", "and", "clamp", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt"),
     *("integer_pow", "le", "log", "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg"),
-    *("not", "one_minus_square", "or", "rem", "rsqrt", "select_n", "shift_left"),
+    *("not", "one_minus_square", "or", "rsqrt", "select_n", "shift_left"),
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "sub", "tanh"),
     "xor",
 ))  # fmt: skip
+INTEGER_OPERATIONS = frozenset({"rem"})
 DTYPES = ("bool", "float32", "int32", "uint32")
+
+
+def unsupported(spec: AttentionSpec, *, backward: bool) -> str | None:
+    """Why Mosaic kernels cannot run the spec's functions, or None if they can."""
+    return unsupported_functions(
+        spec, backward=backward, operations=OPERATIONS, integer_operations=INTEGER_OPERATIONS,
+        dtypes=DTYPES,
+    )  # fmt: skip
 
 
 def _integer_pow(x: jax.Array, *, y: int) -> jax.Array:

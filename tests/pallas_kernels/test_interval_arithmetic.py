@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,54 +214,12 @@ def test_bits_of_magnitudes_are_bounded():
     assert full[0, :, 0].all()
 
 
-COMPARED = (lax.lt, lax.le, lax.gt, lax.ge, lax.eq, lax.ne)
-LOGICAL = (lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.eq, lax.ne)
-OF_ONE = (lax.neg, lax.abs, lax.sign, lax.bitwise_not)
-OF_TWO = (
-    *(lax.add, lax.sub, lax.mul, lax.max, lax.min, lax.div, lax.rem, jnp.floor_divide),
-    *(jnp.remainder, lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor),
-    *(lax.shift_right_arithmetic, lax.shift_right_logical, lax.shift_left),
-)
-NUMBERS = 0, 1, 2, 3, 7, 31, 64, 1000, 2**16 + 1, 2**30, HUGE
-
-
-def drawn(rng, depth, kind):
-    """A random function of the arguments, whose result is of this kind: "bool" or "int"."""
-
-    def pick(choices):
-        return choices[rng.integers(len(choices))]
-
-    def parts(*kinds):
-        return [drawn(rng, depth - 1, each) for each in kinds]
-
-    if kind == "int" and (depth <= 0 or rng.random() < 0.2):
-        index, number = rng.integers(6), pick((-1, 1)) * pick(NUMBERS)
-        # In the shape of its arguments, which tests pass as arrays.
-        return lambda *place: place[index] if index < 4 else jnp.full_like(place[0], number)
-    way = rng.random()
-    if way < 0.1 and depth > 0:
-        which, x, y = parts("bool", kind, kind)
-        return lambda *place: jnp.where(which(*place), x(*place), y(*place))
-    if way < 0.2:
-        (x,) = parts("bool" if kind == "int" and way < 0.12 and depth > 0 else "int")
-        if kind == "int" and way >= 0.12:
-            function = pick(OF_ONE)
-            return lambda *place: function(x(*place))
-        return lambda *place: x(*place).astype(jnp.bool_ if kind == "bool" else jnp.int32)
-    function, of = pick(OF_TWO), "int"
-    if kind == "bool":
-        of = pick(("int", "bool")) if depth > 1 else "int"
-        function = pick(LOGICAL if of == "bool" else COMPARED)
-    x, y = parts(of, of)
-    return lambda *place: function(x(*place), y(*place))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_tiles_of_drawn_functions(seed):
     """Of tiles in the orders of layouts, and anywhere."""
     rng, decided = np.random.default_rng(seed), 0
     for _ in range(100):
-        mask_mod = drawn(rng, rng.integers(1, 5), "bool")
+        mask_mod = functions.drawn(rng, rng.integers(1, 5), "bool")
         order = rng.integers(2 * len(POSITIONS))
         if order < len(POSITIONS):
             q, k = list(POSITIONS.values())[order]

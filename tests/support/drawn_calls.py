@@ -99,7 +99,7 @@ def draw(seed: int, family: str, levels: Levels = ON_GPU) -> dict[str, Any]:
         "dtype": pick(("bfloat16", "bfloat16", "float16")),
         "numbers": pick(("none", "none", "sinks", "slopes", "both")),
         "dropout": pick((0.0, 0.0, 0.0, 0.2)),
-        "functions": pick((*[None] * 5, "mask_mod", "tile_mask", "functions")),
+        "functions": pick((*[None] * 5, "mask_mod", "tile_mask", "functions", f"drawn{seed}")),
         "batch": pick((1, 1, 2)),
         "deterministic": rng.random() < 0.25,
     }
