@@ -75,6 +75,7 @@ def unsupported_functions(
     *,
     backward: bool,
     operations: Collection[str],
+    integer_operations: Collection[str],
     dtypes: Collection[str],
 ) -> str | None:
     """Why kernels cannot run the spec's ``score_mod`` or ``mask_mod``, or None if they can.
@@ -83,6 +84,7 @@ def unsupported_functions(
       spec: the mask and the score.
       backward: whether the derivative is needed, too.
       operations: names of the operations that the kernels have.
+      integer_operations: names of those that they have for integers alone.
       dtypes: names of the dtypes that they have them for.
     """
     score_mod, mask_mod, runs = spec.score.score_mod, spec.mask.mask_mod, {}
@@ -95,10 +97,16 @@ def unsupported_functions(
         runs["mask_mod"] = elementwise.trace(mask_mod, takes_score=False)
     for name, traced in runs.items():
         for operation in traced.operations:
-            if operation.name not in operations:
+            if operation.name not in {*operations, *integer_operations}:
                 return (
                     f"{name} does {operation.name!r}, which its kernels cannot do with tiles of "
                     "scores: write it by elementwise arithmetic"
+                )
+            result = operation.outputs[0].dtype
+            if operation.name in integer_operations and np.issubdtype(result, np.floating):
+                return (
+                    f"{name} does {operation.name!r} in {result}, which its kernels can do with "
+                    "integers alone; compute it from int32, or use None or 'xla'"
                 )
             for variable in operation.outputs:
                 if str(variable.dtype) not in dtypes:

@@ -27,6 +27,7 @@ CACHE = {
 # Set by pytest_configure, before tests and their support are imported.
 IMPLEMENTATION: Any = None  # a name, with --implementation
 ON_GPU = REPLAYING = COMPILE_QUICKLY = False
+DRAW_SEED = 0
 collect_ignore: list[str] = []
 # The garbage collector runs rarely: JAX's caches keep most objects of a trace alive.
 gc.set_threshold(1_000_000, 10, 100)
@@ -78,6 +79,13 @@ def pytest_addoption(parser):
         help="only one case of each of the first N tests of a file; all of hopper_kernels",
     )
     parser.addoption(
+        "--draw-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the first seed of drawn calls of local attention (default: 0)",
+    )
+    parser.addoption(
         "--kills",
         type=int,
         default=1,
@@ -111,10 +119,11 @@ def kills(request):
 
 
 def pytest_configure(config):
-    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY
+    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY, DRAW_SEED
     for marker, (reason, _) in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {reason}")
     IMPLEMENTATION = config.getoption("--implementation")
+    DRAW_SEED = config.getoption("--draw-seed")
     ON_GPU, REPLAYING = IMPLEMENTATION is not None, "replay" in config.option.markexpr
     # Most of the tests' time is compilation of programs that run a few times on small arrays.
     # Other projects' cases, at their own sizes, run longer than they compile.

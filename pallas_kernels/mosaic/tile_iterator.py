@@ -87,14 +87,6 @@ class TileIterator:
         tile = jnp.clip(tile, 0, self._last)
         return tile if self._list is None else self._list(tile)
 
-    def any_tile(self, index: Any) -> jax.Array:
-        """The ``index``-th tile, whether it needs a mask or not; past the last one any valid tile.
-
-        For one loop over all tiles. Their order is ascending, without ``rotate``.
-        """
-        tile = jnp.minimum(self._first + index, self._last)
-        return tile if self._list is None else self._list(tile)
-
     def masked_tile(self, index: Any) -> jax.Array:
         """The ``index``-th tile that needs a mask; past the last one any valid tile."""
         if self._list is not None:

@@ -18,6 +18,7 @@ import pytest
 import valid_calls as valid
 from flax import nnx
 from implementations import IMPLEMENTATIONS, quick_jit
+from jax import lax
 from jax.sharding import AxisType
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact
@@ -134,6 +135,8 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
      "mask_mod does 'dynamic_slice', which its kernels cannot do"),
     ({"score_mod": lambda s, b, h, q, k: s + s.astype(jnp.float8_e4m3fn).astype(s.dtype)},
      "score_mod computes in float8_e4m3fn"),
+    ({"score_mod": lambda s, b, h, q, k: s + lax.rem(s, 3.0)},
+     "score_mod does 'rem' in float32, which its kernels can do with integers alone; compute it"),
 ]
 # fmt: on
 

@@ -21,6 +21,10 @@ SPILLS = (
     ("backward", (192, 128), FRESH, 0),
     ("backward", (256,), {"full": True}, 576),
     ("backward", (64,), {"mods": "score+mask"}, 976),
+    # Without a mask one loop visits all tiles.
+    ("backward", (64,), FRESH | {"causal": False}, 120),
+    ("backward", (128,), FRESH | {"causal": False}, 92),
+    ("backward", (256,), FRESH | {"causal": False}, 360),
 )
 GROUPED = ("product", "transposed", "gradient")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import functions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,19 @@ def dense(mask_mod, q, k):
     """``(possible, full)`` by every score."""
     run = jax.jit(jnp.vectorize(mask_mod))
     seen = np.asarray(run(BATCH[:, None, None, None], HEADS[:, None, None], q[:, None], k[None]))
-    tiles = seen.reshape(-1, len(q) // BLOCK, BLOCK, len(k) // BLOCK, BLOCK)
+    return by_tile(seen)
+
+
+def by_operation(mask_mod, q, k):
+    """The same, one operation after the other, without compiling the function."""
+    places = np.broadcast_arrays(*np.ix_(BATCH, HEADS, q, k))
+    return by_tile(np.asarray(mask_mod(*map(jnp.asarray, places))))
+
+
+def by_tile(seen):
+    tiles = np.broadcast_to(seen, (2, 3, *seen.shape[-2:])).reshape(
+        -1, seen.shape[-2] // BLOCK, BLOCK, seen.shape[-1] // BLOCK, BLOCK
+    )
     return tiles.any((0, 2, 4)), tiles.all((0, 2, 4))
 
 
@@ -59,7 +72,7 @@ def ends(positions):
     return tiles.min(2), tiles.max(2)
 
 
-def check(mask_mod, q, k, *, exact=False):
+def check(mask_mod, q, k, *, exact=False, dense=dense):
     q, k = q.astype(np.int32), k.astype(np.int32)
     possible, full = interval_arithmetic.tiles_of(mask_mod, ends(q), ends(k))
     some, every = dense(mask_mod, q, k)
@@ -93,53 +106,125 @@ def test_the_same_with_traced_positions(name, monkeypatch):
         np.testing.assert_array_equal(np.stack(results), np.stack(expected))
 
 
-COMPARED = (lax.lt, lax.le, lax.gt, lax.ge, lax.eq, lax.ne)
-LOGICAL = (lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.eq, lax.ne)
-OF_ONE = (lax.neg, lax.abs, lax.sign, lax.bitwise_not)
-OF_TWO = (
-    *(lax.add, lax.sub, lax.mul, lax.max, lax.min, lax.div, lax.rem, jnp.floor_divide),
-    *(jnp.remainder, lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor),
-    *(lax.shift_right_arithmetic, lax.shift_right_logical, lax.shift_left),
-)
-NUMBERS = 0, 1, 2, 3, 7, 31, 64, 1000, 2**16 + 1, 2**30, HUGE
+def drawn_tiles(rng, count, small=False):
+    """Tokens of tiles: neighbors or not, near 0, in one place, or anywhere in int32."""
+    tiles = []
+    for _ in range(count):
+        far = 0 if small else int(rng.choice((0, 0, 0, 1000, HUGE // 2)))
+        first = int(rng.integers(-far, far + 1)) + int(rng.integers(-20, 21))
+        step = int(rng.choice((1, 1, 1, 3, 40)))
+        tiles.append(first + step * rng.permutation(BLOCK))
+    return np.clip(np.concatenate(tiles), -HUGE - 1, HUGE).astype(np.int32)
 
 
-def drawn(rng, depth, kind):
-    """A random function of the arguments, whose result is of this kind: "bool" or "int"."""
-
-    def pick(choices):
-        return choices[rng.integers(len(choices))]
-
-    def parts(*kinds):
-        return [drawn(rng, depth - 1, each) for each in kinds]
-
-    if kind == "int" and (depth <= 0 or rng.random() < 0.2):
-        index, number = rng.integers(6), jnp.int32(pick((-1, 1)) * pick(NUMBERS))
-        return lambda *place: place[index] if index < 4 else number
-    way = rng.random()
-    if way < 0.1 and depth > 0:
-        which, x, y = parts("bool", kind, kind)
-        return lambda *place: jnp.where(which(*place), x(*place), y(*place))
-    if way < 0.2:
-        (x,) = parts("bool" if kind == "int" and way < 0.12 and depth > 0 else "int")
-        if kind == "int" and way >= 0.12:
-            function = pick(OF_ONE)
-            return lambda *place: function(x(*place))
-        return lambda *place: x(*place).astype(jnp.bool_ if kind == "bool" else jnp.int32)
-    function, of = pick(OF_TWO), "int"
-    if kind == "bool":
-        of = pick(("int", "bool")) if depth > 1 else "int"
-        function = pick(LOGICAL if of == "bool" else COMPARED)
-    x, y = parts(of, of)
-    return lambda *place: function(x(*place), y(*place))
+TILES = 24
+# Of neighbors these results are all numbers between the least and the largest, which must be found.
+TIGHT = {
+    "add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min,
+    "neg": lambda x, y: -x, "abs": lambda x, y: abs(x), "sign": lambda x, y: lax.sign(x),
+    "not": lambda x, y: ~x, "clamp": lambda x, y: jnp.clip(x, -5, 7),
+    "div": lambda x, y: lax.div(x, jnp.full_like(x, 7)),
+    "shift": lambda x, y: lax.shift_right_arithmetic(x, jnp.full_like(x, 2)),
+}  # fmt: skip
+SOUND = {
+    "select": lambda x, y: lax.select_n(x > y, x, y),
+    "div by any": lambda x, y: lax.div(x, jnp.maximum(y, 1)),
+    "floor_divide": lambda x, y: x // jnp.maximum(abs(y), 1),
+    "rem by any": lambda x, y: lax.rem(x, jnp.maximum(y, 1)),
+    "rem": lambda x, y: lax.rem(x, jnp.full_like(x, 11)),
+    "remainder": lambda x, y: x % jnp.full_like(x, 11),
+    "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y,
+    "and of magnitudes": lambda x, y: abs(x) & abs(y),
+    "shift_left": lambda x, y: lax.shift_left(x, y & 3),
+    "shift by any": lambda x, y: lax.shift_right_arithmetic(x, y & 3),
+    "logical": lambda x, y: lax.shift_right_logical(x, jnp.full_like(x, 3)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(5))
+def extremes(operation, q, k):
+    """The least and the largest result in each tile, ``[query tiles, KV tiles]``."""
+    x, y = np.broadcast_arrays(*np.ix_(q, k))
+    of_tiles = np.asarray(operation(jnp.asarray(x), jnp.asarray(y))).astype(np.int64)
+    of_tiles = of_tiles.reshape(len(q) // BLOCK, BLOCK, len(k) // BLOCK, BLOCK)
+    return of_tiles.min((1, 3)), of_tiles.max((1, 3))
+
+
+@pytest.mark.parametrize("name", [*TIGHT, *SOUND])
+def test_the_range_of_an_operation(name):
+    """Compared with its own extremes in some tile, each result must be possible there."""
+    rng = np.random.default_rng(len(name))
+    operation = (TIGHT | SOUND)[name]
+    for small in (True, False):
+        q, k = (drawn_tiles(rng, TILES, small) for _ in range(2))
+        least, largest = extremes(operation, q, k)
+        for _ in range(6):
+            at = rng.integers(TILES, size=2)
+            for bound in (least[tuple(at)], largest[tuple(at)]):
+                number = np.int32(bound)
+                for compare in (lax.le, lax.lt, lax.ge, lax.gt):
+                    check_comparison(operation, compare, number, q, k, least, largest)
+
+
+def check_comparison(operation, compare, number, q, k, least, largest):
+    """``compare(operation(q, k), number)`` in every tile."""
+
+    def mask_mod(batch, head, q, k):
+        del batch, head
+        result = operation(q, k)
+        return compare(result, jnp.full_like(result, number))
+
+    possible, full = (x[0] for x in interval_arithmetic.tiles_of(mask_mod, ends(q), ends(k)))
+    compared = {lax.le: np.less_equal, lax.lt: np.less}.get(compare)
+    if compared is not None:
+        some, every = compared(least, number), compared(largest, number)
+    else:
+        compared = np.greater_equal if compare is lax.ge else np.greater
+        some, every = compared(largest, number), compared(least, number)
+    assert not (some & ~possible).any(), "a tile with an allowed score is left out"
+    assert not (full & ~every).any(), "a tile with a masked score runs without its mask"
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_ranges_are_tight(name):
+    """Where numbers are small and neighbors, so that masks skip what they can."""
+    operation = TIGHT[name]
+    rng = np.random.default_rng(0)
+    q, k = (
+        np.concatenate([int(rng.integers(-60, 60)) + np.arange(BLOCK) for _ in range(TILES)])
+        for _ in range(2)
+    )
+    q, k = q.astype(np.int32), k.astype(np.int32)
+    least, largest = extremes(operation, q, k)
+    for number in (-50, -7, 0, 1, 30, 400):
+        expected = least <= number, largest <= number
+        found = interval_arithmetic.tiles_of(
+            lambda b, h, q, k, number=number: operation(q, k) <= number, ends(q), ends(k)
+        )
+        for some, tiles in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(tiles[0], some)
+
+
+def test_bits_of_magnitudes_are_bounded():
+    """``x & 15 < 16`` masks nothing: strided and blockwise masks need no mask arithmetic then."""
+    q, k = (np.arange(64, dtype=np.int32) for _ in range(2))
+    _, full = interval_arithmetic.tiles_of(lambda b, h, q, k: (q & 15) < 16, ends(q), ends(k))
+    assert full.all()
+    _, full = interval_arithmetic.tiles_of(lambda b, h, q, k: (q & k) <= 7, ends(q), ends(k))
+    assert full[0, 0].all()  # of the first 8 queries
+    assert full[0, :, 0].all()
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_tiles_of_drawn_functions(seed):
+    """Of tiles in the orders of layouts, and anywhere."""
     rng, decided = np.random.default_rng(seed), 0
-    for _ in range(20):
-        mask_mod = drawn(rng, rng.integers(1, 5), "bool")
-        order = list(POSITIONS)[rng.integers(len(POSITIONS))]
-        possible, full = check(mask_mod, *POSITIONS[order])
+    for _ in range(100):
+        mask_mod = functions.drawn(rng, rng.integers(1, 5), "bool")
+        order = rng.integers(2 * len(POSITIONS))
+        if order < len(POSITIONS):
+            q, k = list(POSITIONS.values())[order]
+        else:
+            q, k = (drawn_tiles(rng, 8) for _ in range(2))
+        possible, full = check(mask_mod, q, k, dense=by_operation)
         decided += (~possible | full).any()
-    assert decided >= 3
+    assert decided >= 20

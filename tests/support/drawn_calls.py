@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import compare
@@ -17,10 +18,10 @@ import jax
 import local_cases
 import numpy as np
 from cases import MASKS, value_dim
-from implementations import IMPLEMENTATIONS
+from implementations import IMPLEMENTATIONS, QUICK
 from local_cases import attend, case_id, lse_factor_on_gpu
 
-from pallas_kernels import mosaic_sm80, mosaic_sm90
+from pallas_kernels import REFERENCE, Tiles, mosaic_sm80, mosaic_sm90, xla
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
@@ -53,12 +54,15 @@ class Levels:
 
 
 ON_GPU = Levels()
-SMALLEST = {
+# On a CPU, in the smallest tiles.
+FAMILIES = {
+    "reference": REFERENCE,
+    "xla": xla.in_tiles(Tiles(16, 24)),
     "mosaic_sm80": mosaic_sm80(sm80.ForwardConfig(64, 32), sm80.BackwardConfig(64, 64)),
     "mosaic_sm90": mosaic_sm90(MosaicConfig(128, 64, 2), MosaicConfig(64, 128, 2)),
 }
 # Interpreted kernels compile and run for seconds.
-ON_CPU = Levels(280, (16, 32, 64), ((1, 1), (2, 1)), (1,), 0.0)
+ON_CPU = Levels(280, (16, 32, 64), ((1, 1), (2, 1)), (1, 1, 2), 0.0)
 
 
 def draw_length(rng: np.random.Generator, most: int) -> int:
@@ -73,7 +77,7 @@ def draw_length(rng: np.random.Generator, most: int) -> int:
 def draw(seed: int, family: str, levels: Levels = ON_GPU) -> dict[str, Any]:
     """The program of a seed, as :func:`local_cases.make_inputs` takes it.
 
-    ``family``: "mosaic_sm80" or "mosaic_sm90".
+    ``family``: a name of :data:`FAMILIES`.
     """
     rng = np.random.default_rng(seed)
 
@@ -95,7 +99,7 @@ def draw(seed: int, family: str, levels: Levels = ON_GPU) -> dict[str, Any]:
         "dtype": pick(("bfloat16", "bfloat16", "float16")),
         "numbers": pick(("none", "none", "sinks", "slopes", "both")),
         "dropout": pick((0.0, 0.0, 0.0, 0.2)),
-        "functions": pick((*[None] * 5, "mask_mod", "tile_mask", "functions")),
+        "functions": pick((*[None] * 5, "mask_mod", "tile_mask", "functions", f"drawn{seed}")),
         "batch": pick((1, 1, 2)),
         "deterministic": rng.random() < 0.25,
     }
@@ -145,25 +149,25 @@ def describe(case: dict[str, Any]) -> str:
     return "-".join([case_id(case), f"batch{case['batch']}", *parts])
 
 
-_attend = jax.jit(attend, static_argnums=(0, 1))
+_attend = jax.jit(attend, static_argnums=(0, 1), compiler_options=QUICK)
 
 
-def run_of(case: dict[str, Any], family: str, *, on_gpu: bool, kernels: Any = None) -> Any:
+def run_of(
+    case: dict[str, Any], family: str, *, on_gpu: bool = False, kernels: Any = None
+) -> Callable[[Any], list[np.ndarray]]:
     """``inputs -> results``: what :func:`local_cases.attend` makes of them, as NumPy arrays.
 
     Args:
       case: of :func:`draw`.
-      family: "mosaic_sm80" or "mosaic_sm90".
-      on_gpu: whether kernels are compiled; else they are interpreted.
-      kernels: an implementation; None: the shipped ones, and on a CPU those with the smallest
-        tiles.
+      family: a name of :data:`FAMILIES`.
+      on_gpu: whether Mosaic kernels are compiled; else they are interpreted.
+      kernels: an implementation; None: the shipped one on a GPU, else that of :data:`FAMILIES`.
     """
-    if kernels is None and on_gpu:
-        kernels = IMPLEMENTATIONS[family]
-    elif kernels is None:
-        kernels = SMALLEST[family]
+    if kernels is None:
+        kernels = IMPLEMENTATIONS[family] if on_gpu else FAMILIES[family]
     if case["deterministic"]:
         kernels = kernels.deterministic_variant or kernels
+    interprets = family.startswith("mosaic") and not on_gpu
 
     def run(inputs: Any) -> list[np.ndarray]:
         return [np.asarray(x) for x in _attend(kernels, inputs.spec, *inputs.arrays)]
@@ -174,7 +178,7 @@ def run_of(case: dict[str, Any], family: str, *, on_gpu: bool, kernels: Any = No
         with _interpreter(family)(detect_races=False):
             return [np.asarray(x) for x in jax.jit(lambda *arrays: call(*arrays))(*inputs.arrays)]
 
-    return run if on_gpu else interpreted
+    return interpreted if interprets else run
 
 
 def _interpreter(family: str) -> Any:

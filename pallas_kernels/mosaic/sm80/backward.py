@@ -186,8 +186,8 @@ def _kernel(
         sums = cta.run_loop(sums, i32(0), tiles.masked, tiles.masked_tile, full_first, masked=True)
         before = tiles.masked * groups
         sums = cta.run_loop(sums, before, tiles.full, tiles.full_tile, None, masked=False)
-    else:
-        sums = cta.run_loop(sums, i32(0), tiles.total, tiles.any_tile, None, masked=True)
+    else:  # The same code for both.
+        sums = cta.run_loop(sums, i32(0), tiles.total, tiles.tile, None, masked=True)
     instructions.wait_for_copies()
     # Keys that no query attends to add nothing, but new arrays must be written.
     if adds_dkv:

@@ -147,8 +147,8 @@ def _kernel(
     if static.skips_masks:
         state = run(state, tiles.masked, tiles.masked_tile, tiles.tile, masked=True)
         state = run(state, tiles.full, tiles.full_tile, tiles.full_tile, masked=False)
-    else:
-        state = run(state, tiles.total, tiles.any_tile, tiles.any_tile, masked=True)
+    else:  # The same code for both.
+        state = run(state, tiles.total, tiles.tile, tiles.tile, masked=True)
     instructions.wait_for_copies()
     if in_place:
         pl.when(tiles.total > 0)(lambda: cta.finish(state))

@@ -8,6 +8,7 @@ from typing import Any
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic import user_functions
 from pallas_kernels.mosaic.launch import compiles_for, multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import unsupported_inputs
 from pallas_kernels.mosaic.sm80 import configs, dq
@@ -21,8 +22,7 @@ from pallas_kernels.mosaic.sm80.configs import (
     shared_memory_of,
 )
 from pallas_kernels.mosaic.sm80.forward import forward, forward_bounds
-from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
-from pallas_kernels.spec import AttentionSpec, unsupported_functions
+from pallas_kernels.spec import AttentionSpec
 
 
 def mosaic_sm80(
@@ -88,7 +88,7 @@ def _unsupported_functions(
 ) -> str | None:
     """Why the kernels cannot run the spec's ``score_mod`` or ``mask_mod``, or None."""
     del inputs
-    return unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
+    return user_functions.unsupported(spec, backward=backward)
 
 
 def needs_ampere(platform: str, compute_capability: float | None) -> str | None:

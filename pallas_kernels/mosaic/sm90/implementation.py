@@ -9,6 +9,7 @@ from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
 from pallas_kernels.bounds import split_tiles
 from pallas_kernels.elementwise import derivative_is_one
 from pallas_kernels.inputs import AttentionInputs
+from pallas_kernels.mosaic import user_functions
 from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, unsupported_inputs
 from pallas_kernels.mosaic.sm90 import dq
@@ -22,8 +23,7 @@ from pallas_kernels.mosaic.sm90.configs import (
 )
 from pallas_kernels.mosaic.sm90.forward import forward, forward_bounds
 from pallas_kernels.mosaic.sm90.static import backward_needs_zeros
-from pallas_kernels.mosaic.user_functions import DTYPES, OPERATIONS
-from pallas_kernels.spec import AttentionSpec, unsupported_functions
+from pallas_kernels.spec import AttentionSpec
 
 # Of the kernels that a call runs; None is the shipped one.
 Configs = tuple[MosaicConfig | None, ...]
@@ -125,7 +125,7 @@ def _unsupported_functions(
     With wide heads, a tile of scores and one of derivatives, next to dK and dV, are more than a
     thread's registers. dQ in fixed point has a bound that holds for derivatives up to 1.
     """
-    reason = unsupported_functions(spec, backward=backward, operations=OPERATIONS, dtypes=DTYPES)
+    reason = user_functions.unsupported(spec, backward=backward)
     if reason is not None or not backward:
         return reason
     widest = max(inputs.head_dim, inputs.value_dim)

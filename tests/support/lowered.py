@@ -1,0 +1,36 @@
+"""Kernels lowered for a GPU that is not here, without its compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import local
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+GPUS = {"mosaic_sm80": "NVIDIA A100", "mosaic_sm90": "NVIDIA H100"}
+
+
+def lower(implementation: Any, spec: Any, *, dim: int = 64, length: int = 128) -> None:
+    """Lowers the forward and the backward pass of one head; raises what lowering raises."""
+    mesh = AbstractMesh(
+        (1,), ("x",), axis_types=(AxisType.Auto,),
+        abstract_device=AbstractDevice(GPUS[implementation.name], None, "gpu"),
+    )  # fmt: skip
+    x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
+    stats = jax.ShapeDtypeStruct((2, 1, 1, length), jnp.float32)
+
+    def run(q, k, v, do, stats):
+        side = local.tokens(jnp.arange(length, dtype=jnp.int32))
+        inputs = local.inputs_of(q, k, v, side, side, functions=spec.calls_functions)
+        tiles = implementation.forward_bounds(inputs, spec=spec)
+        o, lse = implementation.forward(inputs, tiles, None, spec=spec)
+        tiles = implementation.backward_bounds(inputs, spec=spec)
+        given = local.with_cotangents(inputs, do, stats)
+        return o, lse, implementation.backward(given, tiles, None, None, spec=spec)
+
+    run = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.jit(run).trace(x, x, x, x, stats).lower(lowering_platforms=("cuda",))
