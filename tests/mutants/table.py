@@ -23,6 +23,7 @@ LORA = "tests/models/test_lora.py -k"
 ACTIVATIONS = "tests/models/test_activations.py"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
+EXPORT = "tests/models/test_fine_tuning.py -k export_has"
 HF_FILES = "tests/models/test_hf_files.py -k tied"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
@@ -329,6 +330,8 @@ MUTANTS = [
      "tests/pallas_kernels/test_sm90_interpreted.py -k split"),
     ("pallas_kernels/mosaic/sm90/forward.py", "has_block_mask and config.block_kv % BLOCK_TOKENS",
      "False", "tests/pallas_kernels/test_sm90_interpreted.py -k whole_blocks"),
+    ("examples/hf_checkpoints.py", "(*TOKENIZER, GENERATION))", "TOKENIZER)", EXPORT),
+    ("examples/hf_checkpoints.py", "\"merges.txt\", \"chat_template*\",", "\"merges.txt\",", EXPORT),
     ("burst_jax/models/hf/tied.py", "range(0, shape[0], rows)", "range(0, rows, rows)", HF_FILES),
     ("burst_jax/models/hf/tied.py", "    given[\"tie_word_embeddings\"] = False\n", "", HF_FILES),
     ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),
