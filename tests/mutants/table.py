@@ -89,6 +89,8 @@ MUTANTS = [
      f"{FUNCTIONS} -k block_mask"),
     ("burst_jax/attention/score_mod.py", "traced.reads(first) or traced.reads(first + 1)",
      "traced.reads(first + 1)", f"{FUNCTIONS} -k layers"),
+    ("burst_jax/attention/api.py", "(\"out\", \"lse\") if return_residual else (\"out\",)",
+     "(\"out\", \"lse\")", "tests/attention/test_transforms.py -k debug_infs"),
     ("burst_jax/attention/api.py", "    check_one_device(call.arrays)\n", "", f"{ONE_DEVICE} -k several"),
     ("burst_jax/attention/padding.py", "jnp.ones(arrays[side].shape[:2], jnp.int32)",
      "jnp.ones(arrays[\"query\"].shape[:2], jnp.int32)", PADDING),
