@@ -28,7 +28,6 @@ from burst_jax.parallel.processes import by_first_process
 from burst_jax.training import Optimizer, init_train_state, is_main, split_trained
 from pallas_kernels import NAMES
 
-
 # Files of a tokenizer, fast or slow, and of its chat templates, in one file, several or a folder.
 TOKENIZER = ("*token*", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates")
 # Tokens that end a text, and sampling parameters.

@@ -87,6 +87,7 @@ MUTANTS = [
      f"{MASKS} -k sends"),
     ("burst_jax/attention/block_mask.py", "block_kv).any((0, 2))", "block_kv).all((0, 2))",
      f"{FUNCTIONS} -k block_mask"),
+    ("burst_jax/attention/score_mod.py", "count = 5 if name == \"score_mod\" else 4", "count = 5", ERRORS),
     ("burst_jax/attention/score_mod.py", "traced.reads(first) or traced.reads(first + 1)",
      "traced.reads(first + 1)", f"{FUNCTIONS} -k layers"),
     ("burst_jax/attention/api.py", "(\"out\", \"lse\") if return_residual else (\"out\",)",
