@@ -139,7 +139,7 @@ def burst_attention(
     check_devices(mesh, arrays)
     arrays = shardings.check(arrays)
     arrays |= {name: shardings.reshard(name, x) for name, x in derived.items()}
-    results = _on_mesh(request, shardings, _results(return_residual), arrays)
+    results: Any = _on_mesh(request, shardings, _results(return_residual), arrays)
     if arguments.pad:
         results = tuple(cut(x, shardings, query) for x in results)
     return results if return_residual else results[0]
@@ -361,7 +361,7 @@ def local_attention(
     call = parse_call(arguments, query, key, value, size_of=size_in_shard_map, local=True)
     check_one_device(call.arrays)
     names = _results(return_residual)
-    results = _on_device(call.request, target_of(query), names, call.arrays | call.derived)
+    results: Any = _on_device(call.request, target_of(query), names, call.arrays | call.derived)
     return results if return_residual else results[0]
 
 
