@@ -7,7 +7,7 @@ balances a causal ring.
 """
 
 import importlib as _importlib
-from importlib.metadata import version as _version
+import importlib.metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from burst_jax.attention.api import burst_attention as burst_attention
@@ -28,7 +28,10 @@ from burst_jax.parallel.xla_options import compiler_options as compiler_options
 from burst_jax.parallel.xla_options import set_compiler_options as set_compiler_options
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 
-__version__ = _version("burst-jax")
+try:
+    __version__ = _metadata.version("burst-jax")
+except _metadata.PackageNotFoundError:  # A checkout on the path, which is not installed.
+    __version__ = "0+unknown"
 
 # Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
 _PACKAGES = ("data", "models", "plan", "serving", "training", "verify")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.training import Optimizer, init_train_state, is_main, split_trained
 from pallas_kernels import NAMES
+
+# Files of a tokenizer, fast or slow, and of its chat templates, in one file, several or a folder.
+TOKENIZER = ("*token*", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates")
+# Tokens that end a text, and sampling parameters.
+GENERATION = "generation_config.json"
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
@@ -124,10 +130,23 @@ def check_frozen(args: argparse.Namespace, then: Any, now: Any) -> None:
         )
 
 
+def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    """Copies the files and folders of a checkpoint that match, and what links in it point to."""
+    for path in {path for pattern in patterns for path in source.glob(pattern)}:
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copy(path, target)
+
+
 def export(
     args: argparse.Namespace, run: RunConfig, options: dict[str, Any], params: nnx.State
 ) -> None:
-    """Writes the fine-tuned model in --dtype, or its adapter, with its tokenizer into --out."""
+    """Writes the fine-tuned model in --dtype, or its adapter, into --out.
+
+    A model is complete: with the tokenizer, the chat template and the generation settings of
+    --model. peft reads an adapter's generation settings from its base model.
+    """
     adapter_only = args.lora_export == "adapter"
     name = "adapter" if adapter_only else "model"
     folder = args.out / name
@@ -138,15 +157,16 @@ def export(
         if folder.exists():
             shutil.rmtree(folder)  # Of the same run, whose checkpoints have it all.
 
-    def copy_tokenizer() -> None:
-        for file in args.model.glob("*token*"):
-            shutil.copy(file, folder)
+    def copy_rest() -> None:
+        copy_files(args.model, folder, TOKENIZER if adapter_only else (*TOKENIZER, GENERATION))
+        if args.tokenizer is not None:
+            shutil.copy(args.tokenizer, folder / "tokenizer.json")
 
     by_first_process(remove_old)
     if adapter_only:
         models.save_adapter(model, folder, base=args.model)
     else:
         models.save(model, folder, dtype=jnp.dtype(args.dtype))
-    by_first_process(copy_tokenizer)
+    by_first_process(copy_rest)
     if is_main():
         print(f"wrote the {name} to {folder}", flush=True)

@@ -145,22 +145,34 @@ def burst_attention(
     check_devices(mesh, arrays)
     arrays = shardings.check(arrays)
     arrays |= {name: shardings.reshard(name, x) for name, x in derived.items()}
-    out, lse = _on_mesh(request, shardings, arrays)
+    results: Any = _on_mesh(request, shardings, _results(return_residual), arrays)
     if arguments.pad:
-        out, lse = (cut(x, shardings, query) for x in (out, lse))
-    return (out, lse) if return_residual else out
+        results = tuple(cut(x, shardings, query) for x in results)
+    return results if return_residual else results[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def _results(return_residual: bool) -> tuple[str, ...]:
+    """The results of a call.
+
+    A program returns no lse that the caller does not get: lse may be -inf, which
+    ``jax_debug_infs`` rejects in what an eager call returns.
+    """
+    return ("out", "lse") if return_residual else ("out",)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_mesh(
-    request: Request, shardings: ArrayShardings, arrays: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
+    request: Request,
+    shardings: ArrayShardings,
+    names: tuple[str, ...],
+    arrays: dict[str, jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``, those of them that have ``names``."""
     return jax.shard_map(
-        lambda arrays: attend_shard(request, shard_inputs(request, arrays)),
+        lambda arrays: attend_shard(request, shard_inputs(request, arrays))[: len(names)],
         mesh=shardings.mesh,
         in_specs=({name: shardings.spec(name, x.ndim) for name, x in arrays.items()},),
-        out_specs=(shardings.spec("out"), shardings.spec("lse")),
+        out_specs=tuple(shardings.spec(name) for name in names),
         check_vma=shardings.check_vma,
     )(arrays)
 
@@ -354,18 +366,19 @@ def local_attention(
     arguments = LocalArguments.of(local_attention, options)
     call = parse_call(arguments, query, key, value, size_of=size_in_shard_map, local=True)
     check_one_device(call.arrays)
-    out, lse = _on_device(call.request, target_of(query), call.arrays | call.derived)
-    return (out, lse) if return_residual else out
+    names = _results(return_residual)
+    results: Any = _on_device(call.request, target_of(query), names, call.arrays | call.derived)
+    return results if return_residual else results[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_device(
-    request: Request, target: Target, arrays: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """``(out, lse)`` of :func:`local_attention`."""
+    request: Request, target: Target, names: tuple[str, ...], arrays: dict[str, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """``(out, lse)`` of :func:`local_attention`, those of them that have ``names``."""
 
-    def attend(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return attend_shard(request, shard_inputs(request, arrays), target)
+    def attend(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return attend_shard(request, shard_inputs(request, arrays), target)[: len(names)]
 
     of_query = jax.typeof(arrays["query"]).sharding
     mesh = of_query.mesh
@@ -376,6 +389,5 @@ def _on_device(
     replicated = jax.P()
     arrays = {name: reshard_explicit(x, mesh, replicated) for name, x in arrays.items()}
     run = jax.shard_map(attend, mesh=mesh, in_specs=replicated, out_specs=replicated)
-    out, lse = run(arrays)
     tokens = jax.P(*of_query.spec[:3])
-    return reshard_explicit(out, mesh, tokens), reshard_explicit(lse, mesh, tokens)
+    return tuple(reshard_explicit(x, mesh, tokens) for x in run(arrays))

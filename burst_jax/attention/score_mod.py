@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ def check_functions(score_mod: Any, mask_mod: Any) -> None:
     """Raises unless both are None or functions of one score.
 
     Raises:
-      ValueError: not a function, not hashable, or its result is not one scalar of the right kind.
+      ValueError: not a function of these arguments, not hashable, or its result is not one scalar
+        of the right kind.
       NotImplementedError: it captures a tracer of an outer ``jax.jit``, gradient or ``jax.vmap``.
     """
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -51,6 +53,7 @@ def check_function(name: str, function: Any) -> Traced:
             f"{name} is {function!r}, which cannot be hashed: programs are kept by their "
             "functions; pass a plain function, or a functools.partial of one"
         )
+    _check_signature(name, function)
     try:
         traced = trace(function, takes_score=name == "score_mod")
     except _NEEDS_A_VALUE as error:
@@ -95,6 +98,22 @@ def reject_batch_and_head_indices(axes: tuple[str, ...], options: Mapping[str, A
                 f"tensor_axis split over {axes}: inside a shard_map each device counts its own "
                 "from 0; call the layer outside of a shard_map, or read positions alone"
             )
+
+
+def _check_signature(name: str, function: Any) -> None:
+    """Raises ValueError unless a function accepts the arguments that it will be called with."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # A function of C without one.
+        return
+    count = 5 if name == "score_mod" else 4
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is {function!r} with the arguments {signature}, and it is called with {count} "
+            f"by position ({error}): write it as {_SIGNATURES[name]}"
+        ) from None
 
 
 def _check_result(name: str, function: Any, traced: Traced) -> None:

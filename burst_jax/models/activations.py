@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 
@@ -25,14 +25,12 @@ def _erfc_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
     checks varying axes rejects.
     """
     (x,), (tangent,) = primals, tangents
-    factor = np.asarray(-2 / np.sqrt(np.pi), x.dtype)
-    return _erfc(x), factor * jnp.exp(-x * x) * tangent
+    return _erfc(x), -2 / math.sqrt(math.pi) * jnp.exp(-x * x) * tangent
 
 
 def gelu(x: jax.Array) -> jax.Array:
     """``x / 2 * erfc(-x / sqrt(2))``: ``jax.nn.gelu`` with ``approximate=False``."""
-    half, root = (np.asarray(value, x.dtype) for value in (0.5, np.sqrt(0.5)))
-    return half * x * _erfc(-x * root)
+    return 0.5 * x * _erfc(-x * math.sqrt(0.5))
 
 
 # By DecoderConfig.activation.

@@ -307,6 +307,23 @@ def row_debug_nans(way):
     same(out[:, :9], small_truth()[0][:, :9])
 
 
+def row_debug_infs(way):
+    """Where a query attends to nothing only lse is -inf, and only who asks for it gets it."""
+    if way is not as_burst:  # Without a shard_map around it, whose eager results are checked.
+        run = functools.partial(burst_jax.local_attention, is_causal=True)
+    else:
+        run = functools.partial(burst_jax.burst_attention, mesh=RING, is_causal=True)
+    run = functools.partial(run, key_value_seq_lengths=np.asarray([0, *[9] * (B - 1)]))
+    with jax.debug_infs(True):
+        out = run(*SMALL)
+        _, *gradients = pulled_back(run, *SMALL)
+        with pytest.raises(FloatingPointError, match=r"nvalid value \(inf\)"):
+            run(*SMALL, return_residual=True)
+    assert not np.asarray(out)[0].any()
+    same(out[1:, :9], small_truth()[0][1:, :9])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
 def row_x64(way):
     with jax.enable_x64(True):
         got = jax.jit(way(RING))(*SMALL)
@@ -329,9 +346,10 @@ ROWS = {
     "jax.eval_shape": row_eval_shape,
     "jax.disable_jit": row_disable_jit,
     "jax_debug_nans": row_debug_nans,
+    "jax_debug_infs": row_debug_infs,
     "jax_enable_x64": row_x64,
 }
-QUICK = ("eager", "jax.jit", "jax.vmap, in_axes", "jax.eval_shape")
+QUICK = ("eager", "jax.jit", "jax.vmap, in_axes", "jax.eval_shape", "jax_debug_infs")
 EVERY = [*SAME, *ROWS]
 # Of burst_attention alone: the others have no jit of their own, and the same derivatives.
 OF_ONE = (
@@ -340,7 +358,10 @@ OF_ONE = (
     "jax.checkpoint, policies",
 )
 # ring_attention's second derivatives and NaNs are burst_attention's.
-NOT_RING = ("jax.hessian, jax.jvp of jax.grad", "jax.grad of jax.grad", "jax_debug_nans")
+NOT_RING = (
+    *("jax.hessian, jax.jvp of jax.grad", "jax.grad of jax.grad"),
+    *("jax_debug_nans", "jax_debug_infs"),
+)
 
 
 @pytest.mark.parametrize(

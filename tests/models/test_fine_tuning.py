@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import shutil
+import types
 from pathlib import Path
+from typing import Any
 
+import hf_checkpoints
 import hf_models
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,7 @@ from flax import nnx
 from meshes import make_mesh, mesh_of
 from safetensors.numpy import save_file
 
-from burst_jax.models import Lora, load, load_adapter, load_config, merge_lora
+from burst_jax.models import Lora, add_lora, load, load_adapter, load_config, merge_lora
 from burst_jax.training import Evaluation, init_train_state
 from burst_jax.training.checkpoint_files import read_record
 
@@ -38,12 +42,24 @@ def test_weights_of_another_decoder_raise(tmp_path):
             init_train_state(config, optax.sgd(1.0), mesh, 0, layout="zigzag", params=weights)
 
 
+GENERATION = "generation_config.json"
+BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", GENERATION),
+)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A model, next to a file of token ids."""
     np.save(tmp_path / "ids.npy", np.tile(hf_models.TOKENS, 12))
     path = hf_models.write_folder("qwen3", tmp_path / "model")
-    (path / "tokenizer.json").write_text("{}")
+    for name in BESIDE:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(f'{{"name": "{name}"}}')
+    # As in the cache of a hub.
+    (path / "tokenizer.json").rename(tmp_path / "blob")
+    (path / "tokenizer.json").symlink_to(tmp_path / "blob")
     return path
 
 
@@ -65,12 +81,39 @@ def changes(one, other):
     return jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), *states))
 
 
+def test_an_export_has_the_tokenizer_chat_templates_and_generation_settings(folder, tmp_path):
+    """An adapter's generation settings are those of its base model."""
+    config = load_config(folder, dtype=jnp.float32)
+    for name, lora, left_out in (
+        ("model", None, set()),
+        ("adapter", Lora(2, targets="query"), {GENERATION}),
+    ):
+        model = load(folder, mesh=mesh_of(seq=1), dtype=jnp.float32)
+        model = model if lora is None else add_lora(model, 2, targets="query")
+        run: Any = types.SimpleNamespace(
+            config=dataclasses.replace(config, lora=lora), mesh=mesh_of(seq=1), axes={}
+        )
+        args = argparse.Namespace(
+            model=folder, out=tmp_path / "out", dtype="float32", tokenizer=None, lora_export=name
+        )
+        for tokenizer in (None, tmp_path / "ids.npy"):
+            args.tokenizer = tokenizer
+            hf_checkpoints.export(args, run, {}, nnx.state(model))
+            exported = tmp_path / "out" / name
+            for file in set(BESIDE) - left_out - {"tokenizer.json"}:
+                assert (exported / file).read_text() == (folder / file).read_text()
+            want = (tokenizer or folder / "tokenizer.json").read_bytes()
+            assert (exported / "tokenizer.json").read_bytes() == want
+            assert not (exported / "tokenizer.json").is_symlink()
+            assert not any((exported / file).exists() for file in left_out)
+
+
 @pytest.mark.slow
 def test_train_lm_fine_tunes_and_exports(folder, monkeypatch):
     monkeypatch.setattr(train_lm, "held_out", lambda *_: Evaluation(0.0, 1.0, 1))  # Not shown here.
     assert train_lm.main(arguments(folder)) == 0
     exported = folder.parent / "out" / "model"
-    assert (exported / "tokenizer.json").read_text() == "{}"
+    assert all((exported / file).exists() for file in BESIDE)
     assert all(0 < change < 0.1 for change in changes(folder, exported))
 
 

@@ -221,7 +221,7 @@ def test_pages_are_found_by_the_terms_of_the_field():
 
 def templates():
     """The constant parts of every whole string of the library; f-strings have gaps between them."""
-    for folder in ("burst_jax", "pallas_kernels", "benchmarks"):
+    for folder in ("burst_jax", "pallas_kernels", "benchmarks", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             nodes = list(ast.walk(ast.parse(path.read_text())))
             whole = [node for node in nodes if isinstance(node, ast.JoinedStr)]

@@ -109,6 +109,25 @@ except AttributeError as error:
     assert error == "module 'burst_jax' has no attribute 'modles'"
 
 
+def test_a_checkout_on_the_path_need_not_be_installed():
+    """Without an installation there is no metadata; the rest does not read it."""
+    script = """
+import importlib.metadata
+found = importlib.metadata.version
+def version(name):
+    if name.replace("_", "-") == "burst-jax":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+import burst_jax
+from burst_jax import models, plan, serving, training, verify
+print(burst_jax.__version__)
+"""
+    command = [sys.executable, "-c", script]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "0+unknown\n"), ran.stderr
+
+
 def test_cycles_and_upward_imports_are_found(tmp_path):
     """Also those under TYPE_CHECKING, in functions, and from a package's ``__init__``."""
     files = {

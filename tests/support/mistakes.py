@@ -160,6 +160,12 @@ SHARED: Rows = [
      r"block_mask has shape \(4, 7\), 7 columns, the whole key 16 tokens: the columns must"),
     ({"score_mod": 3}, r"score_mod is 3: it must be a function, score_mod\(score, batch, head"),
     ({"mask_mod": np.ones((2, 2), bool)}, r"it must be a function, mask_mod\(batch, head"),
+    ({"score_mod": lambda s, q, k: s},
+     r"arguments \(s, q, k\), and it is called with 5 by position \(too many positional argum.*: "
+     r"write it as score_mod\(score, batch, head, q_position, kv_position\) -> score"),
+    ({"score_mod": lambda s, b, h, q, k, table: s}, r"with 5 by position \(missing .*'table'\)"),
+    ({"mask_mod": lambda s, b, h, q, k: q >= k}, r"with 4 by .* argument: 'k'\): .* mask_mod\(ba"),
+    ({"mask_mod": lambda b, h, q, *, k: q >= k}, r"with 4 by position \(too many positional"),
     ({"score_mod": lambda s, *_: s - s.max()}, "does 'reduce_max': it sees one score at a"),
     ({"score_mod": lambda s, *_: jnp.stack([s, s])}, r"returns float32\[2\] for one score"),
     ({"score_mod": lambda s, b, *_: b},

@@ -46,9 +46,10 @@ def save(
     """Saves a decoder as a Hugging Face checkpoint: ``config.json`` and safetensors files.
 
     A loaded decoder keeps the ``config.json`` of its checkpoint, except for the dtype; for others a
-    model family with the same architecture is chosen. Tokenizer files are not written: copy them.
-    Low-rank adapters are merged into the weights (:func:`burst_jax.models.merge_lora`), which needs
-    memory for a second copy of those; :func:`burst_jax.models.save_adapter` saves adapters alone.
+    model family with the same architecture is chosen. Other files are not written: copy those of
+    the tokenizer, the chat template and ``generation_config.json``. Low-rank adapters are merged
+    into the weights (:func:`burst_jax.models.merge_lora`), which needs memory for a second copy of
+    those; :func:`burst_jax.models.save_adapter` saves adapters alone.
 
     The folder is written under a temporary name and renamed when complete. All processes must call
     this together. The first one writes, and holds one file's tensors in host memory, twice during
