@@ -34,15 +34,26 @@ the order of the tokens does not change the result, and nothing is checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.attention.arguments import POSITION_READERS
-from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length, zone_size
+from burst_jax.attention.arguments import (
+    POSITION_READERS,
+    AttentionArguments,
+    AttentionOptions,
+)
+from burst_jax.attention.validation import check_array, check_is_array
+from burst_jax.layouts.permutation import (
+    LAYOUTS,
+    Layout,
+    check_layout,
+    padded_length,
+    zone_size,
+)
 from burst_jax.layouts.permutation import positions as layout_positions
 from burst_jax.parallel.mesh import (
     axes_size,
@@ -62,6 +73,59 @@ _MOST_SHARDS = 512
 _MOST_SEAMS = 4
 
 
+def check_positions(
+    x: jax.Array, positions: Array, **options: Unpack[AttentionOptions]
+) -> jax.Array:
+    """``x``, with NaN in the sequences whose positions contradict the layout.
+
+    RoPE takes positions from the model, and masks take them from the layout. With an ``arange`` for
+    tokens in the zigzag layout the loss falls all the same, of a model of text in the wrong order.
+    :class:`burst_jax.BurstAttention` and :class:`burst_jax.models.Decoder` check this. A model that
+    calls :func:`burst_jax.burst_attention` itself can check it once, where it makes its RoPE::
+
+        options = dict(mesh=mesh, layout="zigzag", is_causal=True)
+        x = burst_jax.check_positions(x, positions, **options)
+        ...
+        out = burst_jax.burst_attention(query, key, value, **options)
+
+    Outside of ``jit``, and for NumPy arrays, wrong positions raise. In a traced call only the
+    devices know the values: the sequence becomes NaN, and its loss at the first step. That takes one
+    all-reduce of a few integers per sequence. Positions may restart with a document, start
+    anywhere, repeat or skip values. Nothing is checked in balanced layouts, in which the attention
+    takes the same positions, nor without a mask or slopes that read positions.
+
+    Args:
+      x: ``[B, T, ...]``, anything that the loss depends on: hidden states, or the query.
+      positions: integers ``[B, T]`` or ``[T]``, those that RoPE gets, in the layout's order.
+      **options: the keyword arguments of the :func:`burst_jax.burst_attention` call, its segment ids
+        included. Inside a ``shard_map`` ``seq_axis`` is the ``axis_name`` of
+        :func:`burst_jax.ring_attention`, and arrays are one device's.
+
+    Returns:
+      ``x``, of the same shape and dtype.
+
+    Raises:
+      ValueError: known positions contradict the layout, or arrays have other shapes or dtypes.
+      TypeError: an unknown keyword.
+    """
+    arguments = AttentionArguments.of(check_positions, options)
+    check_layout(arguments.layout)
+    check_is_array("x", x, "an array [B, T, ...]")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}: it must be [B, T, ...]")
+    check_is_array("positions", positions, "an int32 array")
+    if tuple(positions.shape) not in (tuple(x.shape[:2]), tuple(x.shape[1:2])):
+        raise ValueError(
+            f"positions has shape {positions.shape}, x {x.shape}: it must be [B, T] or [T]"
+        )
+    positions = as_int32("positions", positions)
+    ids = arguments.query_segment_ids
+    if ids is not None:
+        sizes = {"B": x.shape[0], "T": x.shape[1]}
+        ids = check_array("query_segment_ids", ids, sizes)
+    return reject_wrong_order(x, positions, ids, options)
+
+
 def reject_wrong_order(
     x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
 ) -> jax.Array:
@@ -77,13 +141,13 @@ def reject_wrong_order(
     Inside a ``shard_map`` over the sequence axes all arrays are one device's, and none is known.
 
     Args:
-      x: ``[B, T, D]``, computed with the positions.
+      x: ``[B, T, ...]``, computed with the positions.
       positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
       segment_ids: integers ``[B, T]``, 0 for padding, or None.
       options: keyword arguments of ``burst_attention``, which has checked them.
 
     Returns:
-      ``[B, T, D]`` in the dtype of ``x``.
+      The same shape in the dtype of ``x``.
 
     Raises:
       ValueError: known positions contradict the layout.
@@ -198,8 +262,9 @@ def layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
 
 
 def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
-    """``x`` ``[B, T, D]``, NaN in the sequences that are ``wrong``, bool ``[B]`` or ``[1]``."""
-    return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+    """``x`` ``[B, T, ...]``, NaN in the sequences that are ``wrong``, bool ``[B]`` or ``[1]``."""
+    wrong = lax.expand_dims(wrong, range(1, x.ndim))
+    return jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _known(array: Array) -> bool:
