@@ -17,6 +17,7 @@ from meshes import mesh_of
 import burst_jax
 from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.layers.nnx_layer import BurstAttention
+from burst_jax.layouts.balanced import balance_batch
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
@@ -199,6 +200,43 @@ def test_positions_of_another_layout_are_named(made, model):
         reject_other_layout(np.stack([positions(order, T, n)] * B), plain)
         # The caller may have positions that no layout has.
         reject_other_layout(np.roll(positions(order, T, n), 1), plain)
+
+
+def is_out_of_order(places, ids, text):
+    """Whether a token of a document is before an earlier one in its text."""
+    order = np.argsort(text)
+    places, ids = places[order], ids[order]
+    before = (ids[:, None] == ids) & (ids != 0) & np.tri(len(ids), k=-1, dtype=bool)
+    return bool((before & (places[:, None] < places)).any())
+
+
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_a_batch_of_a_balanced_layout(layout, n):
+    """Pieces of split documents are in another order; documents that are whole are not."""
+    rng, options, lengths = np.random.default_rng(5), options_of(layout, n), []
+    for _ in range(40 * B):
+        cuts = np.sort(rng.choice(np.arange(1, T), rng.integers(1, 8), replace=False))
+        lengths.append(np.diff(cuts, prepend=0))
+    placements = balance_batch(lengths, num_shards=n, tokens_per_shard=T // n)
+    places, ids = (
+        np.stack([getattr(each, name) for each in placements])
+        for name in ("positions", "segment_ids")
+    )
+    text = positions(layout, T, n)
+    wrong = np.array([is_out_of_order(*row, text) for row in zip(places, ids, strict=True)])
+    assert 20 < wrong.sum() < len(wrong) - 5
+    for row in range(0, len(wrong), 4):
+        given = places[row : row + 1], ids[row : row + 1]
+        if wrong[row]:
+            with pytest.raises(ValueError, match="positions of row 0 are in another order"):
+                reject_wrong_order(X, *given, options)
+        else:
+            assert reject_wrong_order(X, *given, options) is X
+    # In a traced call a few tokens are compared.
+    check = quick_jit(lambda x, *given: reject_wrong_order(x, *given, options))
+    marked = np.isnan(check(jnp.ones((len(wrong), T, 1)), places, ids)).any((1, 2))
+    assert not (marked & ~wrong).any()
+    assert marked[wrong].mean() > 0.5
 
 
 @pytest.mark.parametrize("function", ["burst_attention", "ring_attention"])
