@@ -95,16 +95,16 @@ def check_positions(
         out = burst_jax.burst_attention(query, key, value, **options)
 
     Outside of ``jit``, and for NumPy arrays, wrong positions raise. In a traced call only the
-    devices know the values: the sequence becomes NaN, and its loss at the first step. That takes one
-    all-reduce of a few integers per sequence. Positions may restart with a document, start
+    devices know the values: the sequence becomes NaN, and its loss at the first step. That takes
+    one all-reduce of a few integers per sequence. Positions may restart with a document, start
     anywhere, repeat or skip values. Nothing is checked in balanced layouts, in which the attention
     takes the same positions, nor without a mask or slopes that read positions.
 
     Args:
       x: ``[B, T, ...]``, anything that the loss depends on: hidden states, or the query.
       positions: integers ``[B, T]`` or ``[T]``, those that RoPE gets, in the layout's order.
-      **options: the keyword arguments of the :func:`burst_jax.burst_attention` call, its segment ids
-        included. Inside a ``shard_map`` ``seq_axis`` is the ``axis_name`` of
+      **options: the keyword arguments of the :func:`burst_jax.burst_attention` call, its segment
+        ids included. Inside a ``shard_map`` ``seq_axis`` is the ``axis_name`` of
         :func:`burst_jax.ring_attention`, and arrays are one device's.
 
     Returns:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
@@ -251,7 +251,7 @@ def _arrays_of(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     if call.layout in ZONES:
         wanted |= {"query_positions": "BT", "key_value_positions": "BS"}
     wanted = {name: (axes, ints) for name, axes in wanted.items()}
-    wanted |= {name: ("N", np.float32) for name in {*PER_HEAD} & features}
+    wanted |= dict.fromkeys({*PER_HEAD} & features, ("N", np.float32))
     wanted |= {name: (valid.SHAPES[name], jnp.dtype(program.dtype)) for name in valid.QKV}
     local = call.entry == "local_attention"
     shapes = {
