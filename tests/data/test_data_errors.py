@@ -67,9 +67,9 @@ CORPORA: list[Any] = [
     ({"a.npy": THREE, "a.offsets.npy": np.array([1, 3])}, {}, OFFSETS),
     ({"a.npy": THREE, "a.offsets.npy": np.array([0, 2, 1, 3])}, {}, OFFSETS),
     ({"a.npy": THREE[None], "a.offsets.npy": THREE}, {}, "shape (1, 3), and there is a.off"),
-    ({"a.npy": b"no array"}, {}, "a.npy is no array of numbers"),
-    ({"a.npy": b"\x93NUMPY"}, {}, "a.npy is no array of numbers"),
-    ({"a.npy": np.array([None])}, {}, "a.npy is no array of numbers"),
+    ({"a.npy": b"no array"}, {}, "a.npy is no array of numpy.save"),
+    ({"a.npy": b"\x93NUMPY"}, {}, "a.npy is no array of numpy.save"),
+    ({"a.npy": np.array([None])}, {}, "a.npy is no array of numpy.save"),
 ]
 
 
