@@ -1,10 +1,10 @@
 """Hostile input: mutations of a valid example by rules, under limits of time and memory.
 
 A table of cases is ``json_cases(valid, keys)`` for JSON with named fields, ``text_cases(valid)``
-for a whole file, ``array_cases()`` for a file of numpy.save, and ``special_files()`` for what is at a
-path instead of a file. ``check`` runs a
-case: it must end with an answer, or with an error that names what it should, within a second of
-processor time and 256 MB, while everything outside of the folders that may change stays as it was.
+for a whole file, ``array_cases()`` for a file of numpy.save, and ``special_files()`` for what is at
+a path instead of a file. ``check`` runs a case: it must end with an answer, or with an error that
+names what it should, within a second of processor time and 256 MB, while everything outside of the
+folders that may change stays as it was.
 """
 
 from __future__ import annotations
