@@ -65,8 +65,8 @@ from burst_jax.training import (
     make_train_step,
     split_trained,
 )
+from burst_jax.training.evaluation import EvalStep
 from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
-from burst_jax.training.step import EvalStep
 
 # Largest relative difference between the two held-out perplexities.
 TOLERANCE = 1e-4

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import plain_model
 import pytest
 from flax import nnx
@@ -18,13 +21,13 @@ from split_runs import ROWS, SEGMENTS, SMALL, SMALL_STEPS, batch_on, optimizer_o
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.training import (
     evaluate,
+    evaluation,
     init_train_state,
     make_batch,
     make_eval_step,
     make_optimizer,
     make_train_step,
     place_batch,
-    step,
 )
 
 
@@ -55,8 +58,9 @@ def test_the_optimizer_follows_its_schedule_decays_only_matrices_and_clips():
     assert norm == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
-    """Loss, gradient norm and Adam's direction, against gradients in float64."""
+@functools.cache
+def truth():
+    """``(initial weights, mean loss, its gradients, their norm)`` of :func:`trained`, in float64."""
     run = trained()
     initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
     weights = np.float64((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0))
@@ -73,6 +77,12 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
         value_and_grad = quick_jit(jax.value_and_grad(mean_loss))
         loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, initial)))
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    return initial, float(loss), grads, float(norm)
+
+
+def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
+    """Loss, gradient norm and Adam's direction, against gradients in float64."""
+    run, (initial, loss, grads, norm) = trained(), truth()
     metrics = run.history[0]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert run.before.nll == pytest.approx(loss, rel=1e-5)
@@ -88,6 +98,41 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
         decay = 0.1 * old[path] if path[-1].key == "kernel" else 0
         want = -rate * (np.sign(slope) + decay)
         np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "weight", "accumulate"),
+    [
+        pytest.param(jnp.float16, 1e4, 2, id="accumulated"),
+        pytest.param(jnp.float32, 1e6, 1, id="float32-weights"),
+    ],
+)
+def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, accumulate):
+    """The sum of the losses, and of their gradients, is beyond float16's largest number."""
+    initial, loss, grads, norm = truth()
+    config = dataclasses.replace(SMALL, dtype=jnp.float16, param_dtype=param_dtype)
+    # A rate so large that rounded weights of 1 show what they are moved by.
+    rate = 32
+    mesh, sgd = make_mesh(), optax.sgd(rate)
+    params: Any = nnx.state(Decoder(config, mesh=mesh, rngs=nnx.Rngs(0)))
+    start = jax.tree.map(lambda x: x.astype(param_dtype), initial)
+    nnx.replace_by_pure_dict(params, jax.tree.map(jnp.array, start))
+    graphdef, params, state = init_train_state(
+        config, sgd, mesh, 0, params=params, layout="contiguous"
+    )
+    batch: Any = make_batch(ROWS, segment_ids=SEGMENTS)
+    # Copies of the batch: the mean is the same, the sum is not.
+    batch = jax.tree.map(lambda x: np.tile(x, (accumulate, 1)), batch)
+    placed = place_batch(batch | {"weights": np.float32(weight) * batch["weights"]}, mesh)
+    step = make_train_step(graphdef, sgd, compiler_options=QUICK, accumulate=accumulate)
+    params, _, metrics = step(params, state, placed)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-3)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-2)
+    for old, new, want in zip(
+        *map(jax.tree.leaves, (start, nnx.to_pure_dict(params), grads)), strict=True
+    ):
+        got = (np.float64(old) - np.float64(new)) / rate
+        assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
 
 
 def test_steps_reduce_the_loss_in_donated_replicated_state():
@@ -173,7 +218,7 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
 
     weighed = lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2  # noqa: E731
     monkeypatch.setattr(Decoder, "reject_sharded_weights", check)
-    monkeypatch.setattr(step, "next_token_loss", weighed)
+    monkeypatch.setattr(evaluation, "next_token_loss", weighed)
     graphdef, params = abstract_decoder(SMALL, mesh=make_mesh(), layout="zigzag")
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     eval_step = make_eval_step(graphdef)
