@@ -15,6 +15,7 @@ from burst_jax.training.checkpoints import Checkpoints as Checkpoints
 from burst_jax.training.checkpoints import Restored as Restored
 from burst_jax.training.evaluation import Evaluation as Evaluation
 from burst_jax.training.evaluation import evaluate as evaluate
+from burst_jax.training.evaluation import evaluation_memory as evaluation_memory
 from burst_jax.training.evaluation import make_eval_step as make_eval_step
 from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entropy
 from burst_jax.training.loss import next_token_loss as next_token_loss

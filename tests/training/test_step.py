@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def test_the_optimizer_follows_its_schedule_decays_only_matrices_and_clips():
 
 @functools.cache
 def truth():
-    """``(initial weights, mean loss, its gradients, their norm)`` of :func:`trained`, in float64."""
+    """Of :func:`trained`, in float64: ``(initial weights, mean loss, gradients, their norm)``."""
     run = trained()
     initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
     weights = np.float64((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0))
@@ -203,6 +204,8 @@ def test_the_mean_is_over_targets_not_batches():
     result = evaluate(eval_step, params, batches)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
+    sums = iter([(1e6, 1.0)])
+    assert evaluate(eval_step, params, [{}])[:2] == (1e6, math.inf)  # Not an OverflowError.
     with pytest.raises(ValueError, match="batches hold no targets"):
         evaluate(eval_step, params, [])
 
