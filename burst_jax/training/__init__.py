@@ -26,6 +26,7 @@ from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
 from burst_jax.training.run_log import NonFinite as NonFinite
 from burst_jax.training.run_log import RunLog as RunLog
+from burst_jax.training.state import LowPrecisionWeights as LowPrecisionWeights
 from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
 from burst_jax.training.state import init_train_state as init_train_state

@@ -230,6 +230,10 @@ with StallGuard(0.5) as guard:
         guard.alive()
         time.sleep(0.3)
     print("stalls", flush=True)
+    if sys.argv[1] == "left":
+        guard.__exit__()
+        time.sleep(2)
+        sys.exit(0)
     if sys.argv[1] == "lock":
         ctypes.PyDLL(None).sleep(600)  # Holds the interpreter's lock.
     time.sleep(600)
@@ -237,14 +241,15 @@ with StallGuard(0.5) as guard:
 
 
 def test_a_stalled_process_exits_with_its_stacks():
-    """Also one whose other threads cannot run."""
-    programs = [[sys.executable, "-c", STALL, kind] for kind in ("sleep", "lock")]
+    """Also one whose other threads cannot run, but none that has left the guard."""
+    programs = [[sys.executable, "-c", STALL, kind] for kind in ("sleep", "lock", "left")]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(subprocess.Popen(each, **options)) for each in programs]
         for process in processes:
             stack.callback(process.kill)
-        ends = [process.communicate(timeout=300) for process in processes]
+        ends = [process.communicate(timeout=120) for process in processes]
+    assert processes.pop().returncode == 0, ends.pop()
     for process, (out, err) in zip(processes, ends, strict=True):
         assert (process.returncode, out) == (1, "stalls\n"), err
         assert re.search(r"Timeout .*\n(.|\n)*most recent call first.*\n(.|\n)*<string>", err)
