@@ -284,17 +284,20 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
         say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
         devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
         say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
-    summary: dict[str, Any] = {"steps": args.steps, "ring": ring and ring._asdict()}
+    summary: dict[str, Any] = {
+        "steps": args.steps,
+        "ring": None if ring is None else ring._asdict(),
+    }
     if log.history:
         summary["loss"] = log.history[-1]["loss"]
     if is_main():
         # Before one device, which may run out of memory.
         write_summary(args, summary | {"one_device": None})
         if log.history:
-            plot_loss(log.history, args.out / "loss.png", ring and ring.nll)
+            plot_loss(log.history, args.out / "loss.png", None if ring is None else ring.nll)
     if jax.process_count() == 1:
         single = on_one_device(args, run, params, ring)
-        write_summary(args, summary | {"one_device": single and single._asdict()})
+        write_summary(args, summary | {"one_device": None if single is None else single._asdict()})
     if ring is not None and not math.isfinite(ring.nll):
         print(
             f"error: the held-out loss is {ring.nll}, though the weights are finite: --eval-dtype "

@@ -40,7 +40,9 @@ def prepare(given):
 
 
 # Its own axes. Adapters need a model: test_fine_tuning.py.
-TRAIN = {"--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))}
+TRAIN: dict[str, Any] = {
+    "--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))
+}
 for names, values in (
     (run_options.AT_LEAST_1, ("0", *NUMBERS)),
     (run_options.AT_LEAST_0, NUMBERS),

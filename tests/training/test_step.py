@@ -221,7 +221,7 @@ def test_the_mean_is_over_targets_not_batches():
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
     sums = iter([(1e6, 1.0)])
-    assert evaluate(eval_step, params, [{}])[:2] == (1e6, math.inf)  # Not an OverflowError.
+    assert evaluate(eval_step, params, batches[:1])[:2] == (1e6, math.inf)  # Not an OverflowError.
     with pytest.raises(ValueError, match="batches hold no targets"):
         evaluate(eval_step, params, [])
 
