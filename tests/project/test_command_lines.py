@@ -40,7 +40,7 @@ def prepare(given):
 
 
 # Its own axes. Adapters need a model: test_fine_tuning.py.
-TRAIN: dict[str, Any] = {
+TRAIN: dict[str, tuple[str, ...]] = {
     "--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))
 }
 for names, values in (
