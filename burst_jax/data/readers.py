@@ -213,17 +213,27 @@ def _offsets(file: Path, ids: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _integers(file: Path) -> np.ndarray:
-    """The file's integers, ``[tokens]`` or ``[documents, tokens]``, memory-mapped."""
+def map_array(file: Path) -> np.ndarray:
+    """The array in a file of ``numpy.save``, memory-mapped.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no regular file, or holds something else.
+    """
     check_regular(file)
     try:
-        array = np.lib.format.open_memmap(file, mode="r")
+        return np.lib.format.open_memmap(file, mode="r")
     # The header is parsed as Python, and its shape may be anything.
     except Exception as error:
         raise ValueError(
-            f"{printable(file)} is no array of numbers ({printable(error)[:200]}): write it with "
-            "numpy.save"
+            f"{printable(file)} is no array of numpy.save ({printable(error)[:200]}): write it "
+            "with numpy.save"
         ) from None
+
+
+def _integers(file: Path) -> np.ndarray:
+    """The file's integers, ``[tokens]`` or ``[documents, tokens]``, memory-mapped."""
+    array = map_array(file)
     if array.dtype.kind not in "iu":
         raise ValueError(
             f"{printable(file)} has dtype {array.dtype}: token ids are integers; cast the array "

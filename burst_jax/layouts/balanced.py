@@ -190,7 +190,9 @@ def balance(
       ValueError: lengths that are not positive integers, more than n c tokens, or split documents
         that do not fit in ``zone``; the message has the zone that fits.
     """
-    return _balance(*_check("lengths", lengths, num_shards, tokens_per_shard, costs), zone)
+    checked = _check("lengths", lengths, num_shards, tokens_per_shard, costs)
+    lengths, n, c, _ = checked
+    return _placement(lengths, _search(*checked, zone), n, c)
 
 
 def balance_batch(
@@ -216,16 +218,62 @@ def balance_batch(
     Raises:
       ValueError: as of :func:`balance`.
     """
+    found = search_batch(
+        batch, num_shards=num_shards, tokens_per_shard=tokens_per_shard, zone=zone, costs=costs
+    )
+    n, c = int(num_shards), int(tokens_per_shard)
+    return [_placement(lengths, each, n, c) for lengths, each in found]
+
+
+def search_batch(
+    batch: Sequence[Iterable[int] | np.ndarray],
+    *,
+    num_shards: int,
+    tokens_per_shard: int,
+    zone: int | None = None,
+    costs: RingCosts | None = None,
+) -> list[tuple[list[int], Found]]:
+    """The documents' lengths and the placement of every sequence, without arrays of its tokens.
+
+    Arguments and errors are those of :func:`balance_batch`.
+    """
     checked = [
         _check(f"batch[{i}]", lengths, num_shards, tokens_per_shard, costs)
         for i, lengths in enumerate(batch)
     ]
-    placed = [_balance(*each, zone) for each in checked]
-    common = max((each.zone for each in placed), default=0)
+    found = [_search(*each, zone) for each in checked]
+    common = max((each.zone for each in found), default=0)
     return [
-        one if one.zone == common else _balance(*each, common)
-        for one, each in zip(placed, checked, strict=True)
+        (each[0], one if one.zone == common else _search(*each, common))
+        for one, each in zip(found, checked, strict=True)
     ]
+
+
+def check_lengths(name: str, lengths: Any) -> list[int]:
+    """The number of tokens of each document, as Python integers; ``name`` is for messages.
+
+    Raises:
+      ValueError: they are no positive integers.
+    """
+    documents = None
+    with contextlib.suppress(TypeError, ValueError):
+        given = lengths if hasattr(lengths, "dtype") else list(lengths)
+        # NumPy takes a bool among integers for 1.
+        if hasattr(given, "dtype") or not any(isinstance(each, bool) for each in given):
+            documents = np.asarray(given)
+    # The array of an empty list has a float dtype.
+    is_integer = documents is not None and (documents.dtype.kind in "iu" or not documents.size)
+    if documents is None or documents.ndim != 1 or not is_integer:
+        raise ValueError(
+            f"{name} is {shown(lengths)}: it must be a sequence of integers, the number of tokens "
+            "of each document"
+        )
+    found = documents.tolist()
+    for at in np.flatnonzero(documents < 1):
+        raise ValueError(
+            f"{name}[{at}] is {found[at]}: a document has at least 1 token; leave out empty ones"
+        )
+    return found
 
 
 def _check(
@@ -242,21 +290,7 @@ def _check(
     costs = RingCosts() if costs is None else costs
     if not isinstance(costs, RingCosts):
         raise ValueError(f"costs is {shown(costs)}: it must be a RingCosts")
-    documents = None
-    with contextlib.suppress(TypeError, ValueError):
-        documents = np.asarray(lengths if hasattr(lengths, "dtype") else list(lengths))
-    # The array of an empty list has a float dtype.
-    is_integer = documents is not None and (documents.dtype.kind in "iu" or not documents.size)
-    if documents is None or documents.ndim != 1 or not is_integer:
-        raise ValueError(
-            f"{name} is {shown(lengths)}: it must be a sequence of integers, the number of tokens "
-            "of each document"
-        )
-    found = documents.tolist()
-    for at in np.flatnonzero(documents < 1):
-        raise ValueError(
-            f"{name}[{at}] is {found[at]}: a document has at least 1 token; leave out empty ones"
-        )
+    found = check_lengths(name, lengths)
     if sum(found) > n * c:
         raise ValueError(
             f"{name} have {sum(found)} tokens in all: {n} shards of {c} tokens hold {n * c}; pack "
@@ -265,21 +299,30 @@ def _check(
     return found, n, c, costs
 
 
-def _balance(lengths: list[int], n: int, c: int, costs: RingCosts, zone: int | None) -> Placement:
-    """:func:`balance` for arguments that are checked, but for ``zone``."""
+def _search(lengths: list[int], n: int, c: int, costs: RingCosts, zone: int | None) -> Found:
+    """The placement for arguments that are checked, but for ``zone``."""
     zone = None if zone is None else check_integer("zone", zone, 0, c)
     found = search(lengths, n, c, zone_sizes(c), costs, zone)
     if found is None:  # Only with a zone that is given: one of whole shards holds everything.
-        fit = _balance(lengths, n, c, costs, None).zone
+        fit = _search(lengths, n, c, costs, None).zone
         raise ValueError(
             f"zone is {zone}: the pieces of split documents do not fit in it; use zone={fit}"
         )
-    order, segment_ids = _arrays(lengths, found, n, c)
+    return found
+
+
+def _placement(lengths: list[int], found: Found, n: int, c: int) -> Placement:
+    """The arrays of a placement."""
+    segment, start, size = runs_of_placement(lengths, found, n, c)
+    is_padding = np.repeat(segment == 0, size)
+    first = np.cumsum(size) - size
+    order = np.arange(n * c, dtype=np.int32) + np.repeat((start - first).astype(np.int32), size)
+    order[is_padding] = -1
     work = sum(map(pairs, lengths))
     return Placement(
         order=order,
         positions=np.maximum(order, 0),
-        segment_ids=segment_ids,
+        segment_ids=np.repeat(segment.astype(np.int32), size),
         layout=f"balanced:{found.zone}",
         zone=found.zone,
         balance=found.slowest * n / work if work else 1.0,
@@ -289,8 +332,15 @@ def _balance(lengths: list[int], n: int, c: int, costs: RingCosts, zone: int | N
     )
 
 
-def _arrays(lengths: list[int], found: Found, n: int, c: int) -> tuple[np.ndarray, np.ndarray]:
-    """``order`` and ``segment_ids`` of a placement, from runs of adjacent tokens."""
+def runs_of_placement(
+    lengths: list[int], found: Found, n: int, c: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of adjacent tokens, int64 ``[R]``, in the order of the layout: of all n shards.
+
+    Returns:
+      ``(segment, start, size)`` of each run: its segment id, 0 for the padding at the end of a
+      shard; the index of its first token in natural order; its number of tokens, of padding also 0.
+    """
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     sizes = np.asarray(lengths, np.int64)
     # Whole documents by shard, then the longest first: the backward kernel takes keys in ascending
@@ -316,9 +366,4 @@ def _arrays(lengths: list[int], found: Found, n: int, c: int) -> tuple[np.ndarra
     shard, segment, start, size = np.concatenate(table).T
     ranked = np.lexsort((start, segment, shard))
     segment, start, size = (column[ranked] for column in (segment, start, size))
-    is_padding = np.repeat(segment > len(lengths), size)
-    first = np.cumsum(size) - size
-    order = np.arange(n * c, dtype=np.int32) + np.repeat((start - first).astype(np.int32), size)
-    segment_ids = np.repeat(segment.astype(np.int32), size)
-    order[is_padding], segment_ids[is_padding] = -1, 0
-    return order, segment_ids
+    return np.where(segment > len(lengths), 0, segment), start, size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from burst_jax.layouts.balanced import Placement, balance_batch
+from burst_jax.layouts.balanced import Placement, balance_batch, runs_of_placement
+from burst_jax.layouts.document_search import Found
 
 
 class Runs(NamedTuple):
@@ -71,6 +73,31 @@ def runs_of(segment_ids: np.ndarray, positions: np.ndarray | None = None, shards
     start, size, ids = (x[ranked] for x in (start, size, ids))
     document = np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)
     return Runs(start, size, document)
+
+
+def packed_runs(lengths: Sequence[int]) -> Runs:
+    """The runs of documents of these lengths, one after the other: :func:`runs_of` without ids."""
+    size = np.asarray(lengths, np.int64)
+    return Runs(np.cumsum(size) - size, size, np.arange(len(size)))
+
+
+def placed_runs(lengths: list[int], found: Found, n: int, c: int) -> Runs:
+    """The runs of a placement: :func:`runs_of` its arrays, without them.
+
+    ``n`` and ``c`` are the number of shards and of tokens per shard.
+    """
+    segment, start, size = runs_of_placement(lengths, found, n, c)
+    index = np.cumsum(size) - size
+    used = segment > 0
+    segment, start, size, index = (x[used] for x in (segment, start, size, index))
+    # The low and the high chunk of a piece may be adjacent; a run ends with its shard.
+    joins = (segment[1:] == segment[:-1]) & (index[1:] == index[:-1] + size[:-1])
+    joins &= (start[1:] == start[:-1] + size[:-1]) & (index[1:] % c != 0)
+    first = np.flatnonzero(np.append(True, ~joins)) if len(size) else np.zeros(0, np.int64)
+    size = np.add.reduceat(size, first) if len(size) else size
+    segment, start, index = (x[first] for x in (segment, start, index))
+    ranked = np.lexsort((start, segment))
+    return Runs(index[ranked], size[ranked], segment[ranked] - 1)
 
 
 def place_documents(

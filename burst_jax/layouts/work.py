@@ -18,6 +18,7 @@ tokens. The pairs of a document's run ``[a, b)`` with queries in unit u and keys
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def work_report(
                 f"positions are given with layout {layout!r}, which defines them: pass "
                 "segment_ids in natural order, and positions in a balanced layout alone"
             )
-        each = [_fixed_work(ids, layout, n, costs.tile) for ids in segment_ids]
+        runs = map(runs_of, segment_ids)
     else:
         if positions is None:
             order, placed = place_documents(segment_ids, n, zone)
@@ -107,16 +108,30 @@ def work_report(
                 f"positions has shape {positions.shape}, segment_ids {segment_ids.shape}: they "
                 "must be equal"
             )
-        each = [
-            _placed_work(ids, own, n, costs.tile)
-            for ids, own in zip(segment_ids, positions, strict=True)
-        ]
-    pairs = sum((pairs for pairs, _ in each), np.zeros((n, n), np.int64))
-    wasted = sum((wasted for _, wasted in each), np.zeros(n))
+        rows = zip(segment_ids, positions, strict=True)
+        runs = (runs_of(ids, own, n) for ids, own in rows)
+    return report_of_runs(runs, layout, n, length=length, costs=costs)
+
+
+def report_of_runs(
+    sequences: Iterable[Runs], layout: Layout, n: int, *, length: int, costs: RingCosts
+) -> WorkReport:
+    """:func:`work_report` of sequences by the runs of their documents, read one by one.
+
+    The runs are those of a layout's natural order, in a balanced layout those of its own order.
+    """
+    zone, count = zone_size(layout), 0
+    pairs, wasted = np.zeros((n, n), np.int64), np.zeros(n)
+    for runs in sequences:
+        if zone is None:
+            more = _fixed_work(runs, length, layout, n, costs.tile)
+        else:
+            more = _placed_work(runs, length, n, costs.tile)
+        pairs, wasted, count = pairs + more[0], wasted + more[1], count + 1
     sent = length // n if zone is None else zone
     total, by_device = int(pairs.sum()), pairs.sum(1)
     of_others, done = ~np.eye(n, dtype=bool), (by_device + wasted).tolist()
-    tokens = sent * len(segment_ids)
+    tokens = sent * count
     if zone is None:
         busy = ((pairs > 0) & of_others).sum(1).tolist()
         steps = zip(done, busy, strict=True)
@@ -134,12 +149,12 @@ def work_report(
 
 
 def _fixed_work(
-    segment_ids: np.ndarray, layout: str, n: int, tile: int
+    runs: Runs, length: int, layout: str, n: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pairs int64 ``[n, n]`` and wasted pairs ``[n]`` of a sequence in a fixed layout."""
-    runs, stripe = runs_of(segment_ids), stripe_size(layout)
+    stripe = stripe_size(layout)
     units = 2 * n if layout == "zigzag" else n
-    size = len(segment_ids) // units if stripe is None else stripe
+    size = length // units if stripe is None else stripe
     starts, ends = (_Below(p, size, units) for p in (runs.start, runs.start + runs.size))
     own = ends.counts - starts.counts
     within = ends.pairs() - starts.pairs() - _product(own, starts.counts)
@@ -158,12 +173,9 @@ def _fixed_work(
     return of_shard.T @ pairs @ of_shard, wasted @ of_shard
 
 
-def _placed_work(
-    segment_ids: np.ndarray, positions: np.ndarray, n: int, tile: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _placed_work(runs: Runs, length: int, n: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
     """Pairs int64 ``[n, n]`` and wasted pairs ``[n]`` of a sequence in a balanced layout."""
-    runs = runs_of(segment_ids, positions, n)
-    shard = runs.start // (len(segment_ids) // n)
+    shard = runs.start // (length // n)
     own = np.eye(n, dtype=np.int64)[shard] * runs.size[:, None]
     within = np.bincount(shard, runs.size * (runs.size + 1) // 2, n).astype(np.int64)
     before = runs.before(runs.size)[:, None]

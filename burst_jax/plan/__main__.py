@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
-import numpy as np
 
 from burst_jax.command_line import Parser, integer, number
+from burst_jax.data.readers import map_array
 from burst_jax.errors import did_you_mean, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.layers.rope import Llama3Rope, YarnRope
@@ -201,16 +201,16 @@ def main(arguments: list[str] | None = None) -> None:
     if args.json == Path("-"):
         print(text)
         return
-    if args.json is not None:
-        try:
-            args.json.write_text(text + "\n")
-        except OSError as error:
-            parser.error(f"--json: {error}")
     if isinstance(found, TrainingPlan):
         folder = str(args.model) if Path(str(args.model)).is_dir() else "DIR"
         print(found.table(show_all=bool(args.all), model=folder, ignore=args.ignore or ()))
     else:
         print(found)
+    if args.json is not None:
+        try:
+            args.json.write_text(text + "\n")
+        except OSError as error:
+            parser.error(f"--json: {error}")
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -233,21 +233,8 @@ def _attention(cluster: dict[str, Any], given: dict[str, Any]) -> AttentionPlan:
     if "window" in given:
         given["local_window_size"] = given.pop("window"), 0
     if "block_mask" in given:
-        given["block_mask"] = _load_array(given["block_mask"])
+        given["block_mask"] = map_array(given["block_mask"])
     return attention(**cluster | {"num_heads": 32} | given)
-
-
-def _load_array(path: Path) -> np.ndarray:
-    """The array in a file written by numpy.save."""
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"--block-mask: {path} is not a file of numpy.save: {error}") from error
-    except OSError as error:
-        raise ValueError(f"--block-mask: {error}") from error
-    if not isinstance(found, np.ndarray):
-        raise ValueError(f"--block-mask: {path} holds several arrays: save one, by numpy.save")
-    return found
 
 
 def _config(model: str, length: int, ignore: Sequence[str]) -> DecoderConfig:

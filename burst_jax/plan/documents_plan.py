@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from burst_jax.errors import check_integer
-from burst_jax.layouts.balanced import balance_batch
+from burst_jax.errors import check_integer, shown
+from burst_jax.layouts.balanced import check_lengths, search_batch
+from burst_jax.layouts.documents import packed_runs, placed_runs
 from burst_jax.layouts.permutation import LAYOUTS, shard_unit
-from burst_jax.layouts.work import MIN_SHARD, WorkReport, work_report
+from burst_jax.layouts.ring_costs import RingCosts
+from burst_jax.layouts.work import MIN_SHARD, WorkReport, report_of_runs
 
 # Shares that differ by less are equally good.
 _AS_GOOD = 0.01
@@ -131,22 +133,10 @@ def documents(
       ValueError: numbers that are not positive integers, no document at all, documents that do not
         fit in ``length``, or a length that no ring can shard.
     """
-    length = check_integer("length", length, 1)
+    length = check_integer("length", length, 1, 2**31 - 1)
     size = check_integer("hosts", hosts, 1) * check_integer("gpus_per_host", gpus_per_host, 1)
-    given = [each if hasattr(each, "dtype") else list(each) for each in batch]
-    for i, each in enumerate(map(np.asarray, given)):
-        if each.dtype.kind in "iu" and each.sum() > length:
-            raise ValueError(
-                f"batch[{i}] has {each.sum()} tokens in all, more than length {length}: pack fewer "
-                "documents, cut long ones, or increase length"
-            )
-    balance_batch(given, num_shards=1, tokens_per_shard=length)  # Checks the lengths.
-    lengths = tuple(tuple(map(int, each)) for each in given)
-    if not any(lengths):
-        raise ValueError("batch has no documents: it needs the document lengths of a sequence")
-    segment_ids = np.zeros((len(lengths), length), np.int32)
-    for row, each in zip(segment_ids, lengths, strict=True):
-        row[: sum(each)] = np.repeat(np.arange(1, len(each) + 1), each)
+    lengths = _checked(batch, length)
+    costs = RingCosts()
     work, left_out = [], []
     for n in (n for n in range(2, size + 1) if size % n == 0):
         found = []
@@ -160,15 +150,14 @@ def documents(
                 reason = f"length is {length}: it must be a multiple of {unit}"
                 left_out.append((f"ring of {n}, {layout}", reason))
                 continue
-            ids, positions = segment_ids, None
+            # By runs of documents: arrays of the tokens of a large batch take gigabytes.
+            runs = map(packed_runs, lengths)
             if layout == "balanced":
-                placed = balance_batch(lengths, num_shards=n, tokens_per_shard=length // n)
-                layout = placed[0].layout
-                ids, positions = (
-                    np.stack([getattr(each, name) for each in placed])
-                    for name in ("segment_ids", "positions")
-                )
-            found.append(LayoutWork(n, layout, work_report(ids, layout, n, positions=positions)))
+                placed = search_batch(lengths, num_shards=n, tokens_per_shard=length // n)
+                layout = f"balanced:{placed[0][1].zone}"
+                runs = (placed_runs(*each, n, length // n) for each in placed)
+            report = report_of_runs(runs, layout, n, length=length, costs=costs)
+            found.append(LayoutWork(n, layout, report))
         work += sorted(found, key=lambda each: -each.report.share_of_ideal)
     if not work:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
@@ -177,3 +166,23 @@ def documents(
             + (f": {reasons}" if reasons else "")
         )
     return DocumentsPlan(length, lengths, tuple(work), tuple(left_out))
+
+
+def _checked(batch: Any, length: int) -> tuple[tuple[int, ...], ...]:
+    """The lengths of each sequence's documents as Python integers."""
+    if not isinstance(batch, Iterable):
+        raise ValueError(
+            f"batch is {shown(batch)}: it must be a list, the document lengths of each sequence"
+        )
+    lengths = []
+    for i, each in enumerate(batch):
+        found = check_lengths(f"batch[{i}]", each)
+        if sum(found) > length:
+            raise ValueError(
+                f"batch[{i}] has {sum(found)} tokens in all, more than length {length}: pack fewer "
+                "documents, cut long ones, or increase length"
+            )
+        lengths.append(tuple(found))
+    if not any(lengths):
+        raise ValueError("batch has no documents: it needs the document lengths of a sequence")
+    return tuple(lengths)

@@ -13,6 +13,10 @@ from burst_jax.training.batches import rows_here as rows_here
 from burst_jax.training.checkpoints import CheckpointError as CheckpointError
 from burst_jax.training.checkpoints import Checkpoints as Checkpoints
 from burst_jax.training.checkpoints import Restored as Restored
+from burst_jax.training.evaluation import Evaluation as Evaluation
+from burst_jax.training.evaluation import evaluate as evaluate
+from burst_jax.training.evaluation import evaluation_memory as evaluation_memory
+from burst_jax.training.evaluation import make_eval_step as make_eval_step
 from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entropy
 from burst_jax.training.loss import next_token_loss as next_token_loss
 from burst_jax.training.monitoring import Profile as Profile
@@ -22,13 +26,11 @@ from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
 from burst_jax.training.run_log import NonFinite as NonFinite
 from burst_jax.training.run_log import RunLog as RunLog
+from burst_jax.training.state import LowPrecisionWeights as LowPrecisionWeights
 from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
 from burst_jax.training.state import init_train_state as init_train_state
 from burst_jax.training.state import split_trained as split_trained
-from burst_jax.training.step import Evaluation as Evaluation
 from burst_jax.training.step import TrainStep as TrainStep
-from burst_jax.training.step import evaluate as evaluate
-from burst_jax.training.step import make_eval_step as make_eval_step
 from burst_jax.training.step import make_train_step as make_train_step
 from burst_jax.training.work_log import WorkLog as WorkLog

@@ -94,6 +94,15 @@ def clipped_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm of all elements of a pytree, computed in float32.
+
+    A sum of a million squares overflows float16, and rounds to two digits in bfloat16.
+    """
+    leaves = (x.astype(jnp.float32) for x in jax.tree.leaves(tree))
+    return jnp.sqrt(sum((jnp.sum(x * x) for x in leaves), start=jnp.float32(0)))
+
+
 class _Arrays(NamedTuple):
     """One weight's gradient (later its update, in the same memory) and moments, or a chunk."""
 
@@ -131,7 +140,7 @@ class _Scalars(NamedTuple):
 
 
 def _scalars(gradients: Any, count: jax.Array, clip_norm: float, b1: float, b2: float) -> _Scalars:
-    norm = optax.tree.norm(gradients).astype(jnp.float32)
+    norm = global_norm(gradients)
     clip = jnp.where(norm < clip_norm, 1, clip_norm / norm)
     mu_decay, nu_decay = jnp.float32(b1), jnp.float32(b2)
     scalars = _Scalars(

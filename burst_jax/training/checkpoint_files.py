@@ -16,6 +16,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +38,8 @@ _METADATA = "_CHECKPOINT_METADATA"
 # orbax adds it after the record.
 _COMMITTED = "commit_success.txt"
 _READERS = 8
+# Names the checkpoint being written, while it is.
+_WRITING = ".checkpoints.writing"
 # Arrays in a message.
 _LISTED = 100
 # Bytes of a record, which has a line for each file, or of orbax's metadata, which is read.
@@ -196,6 +200,52 @@ def remove(step_folder: Path) -> None:
     (step_folder / RECORD).unlink()
     if not any(step_folder.iterdir()):
         step_folder.rmdir()
+
+
+def begin(folder: Path, step: int) -> None:
+    """Notes that checkpoint ``step`` is being written, for :func:`remove_incomplete`.
+
+    Raises:
+      ValueError: orbax' temporary folder of this step exists, so it is another program's.
+      OSError: the note cannot be written.
+    """
+    for path in _incomplete(folder, step):
+        raise ValueError(
+            f"step is {step}: {path} exists, which another program is writing, or has left "
+            "incomplete; use another folder, or remove it"
+        )
+    (folder / _WRITING).write_text(str(step))
+
+
+def end(folder: Path) -> None:
+    """Removes the note of :func:`begin`; the checkpoint is complete."""
+    (folder / _WRITING).unlink(missing_ok=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Removes the checkpoint that a run was writing when it ended, or failed to write.
+
+    A name is no proof: other programs that use orbax name their temporary folders in the same way,
+    and a killed run may have left one without a file.
+    """
+    note = folder / _WRITING
+    try:
+        step = int(note.read_bytes()[:20])
+    except (OSError, ValueError):
+        return
+    for path in _incomplete(folder, step):
+        shutil.rmtree(path)
+    note.unlink()
+
+
+def _incomplete(folder: Path, step: int) -> list[Path]:
+    """The temporary folders of orbax for a checkpoint, whoever writes it."""
+    name = re.compile(rf"{step}\.orbax-checkpoint-tmp(-[0-9]+)?")
+    return [
+        path
+        for path in folder.iterdir()
+        if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def check_files(step_folder: Path, record: Record, part: int = 0, parts: int = 1) -> None:

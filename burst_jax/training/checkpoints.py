@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import re
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -34,8 +33,6 @@ _TRIED = 64
 _SHARED = ".all-processes-see-this"
 _LOCK = ".checkpoints.lock"
 _STEP = re.compile("0|[1-9][0-9]*")
-# The name of a folder that orbax has not completed; it may be killed before it writes a file there.
-_INCOMPLETE = re.compile(r"[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?")
 # Texts in the errors of Python's threads and thread pools at interpreter shutdown.
 _SHUTDOWN = ("interpreter shutdown", "new futures after shutdown")
 _HOST_MEMORY = "pinned_host"
@@ -152,8 +149,8 @@ class Checkpoints:
         Raises:
           ValueError: a leaf of ``state`` is no array, or not on all processes; ``extra`` is not
             JSON or differs between processes; ``step`` is not greater than existing ones, or
-            another folder has its name; the folder is not shared by all processes, or see
-            :meth:`lock`.
+            another folder has its name, also that of an incomplete one; the folder is not shared by
+            all processes, or see :meth:`lock`.
           CheckpointError: this checkpoint, or the previous one, could not be written.
         """
         step = check_integer("step", step, 0)
@@ -178,6 +175,7 @@ class Checkpoints:
                 f"step is {step}: {place} exists and is no checkpoint of burst_jax; move it, or "
                 "use another folder"
             )
+        by_first_process(functools.partial(files.begin, self.folder, step))
         try:
             args = files.SaveArgs(_copy_host_memory(arrays), record)
             self._writer.save(place, args=args)
@@ -202,6 +200,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         if jax.process_index() == 0:
+            files.end(self.folder)
             # Damaged ones neither count nor are removed.
             steps = sorted(self._steps(), reverse=True)
             intact = [step for step in steps if files.has_record(self.folder / str(step))]
@@ -338,15 +337,10 @@ class Checkpoints:
         Called by the first :meth:`save`, so a program that only reads removes nothing.
         """
         self.lock()
-        by_first_process(self._remove_incomplete)
+        by_first_process(functools.partial(files.remove_incomplete, self.folder))
         if jax.process_count() > 1:
             self._check_shared()
         return ocp.AsyncCheckpointer(files.Handler(), timeout_secs=self._timeout)
-
-    def _remove_incomplete(self) -> None:
-        for path in self.folder.iterdir():
-            if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
 
     def _check_shared(self) -> None:
         mark = self.folder / _SHARED

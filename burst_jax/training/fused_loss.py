@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.arrays import vary, varying_axes
 
 # Sub-chunks per chunk.
-_SUBCHUNKS = 4
+SUBCHUNKS = 4
 
 # Hidden states, targets and weights of some tokens.
 _PerToken = tuple[jax.Array, jax.Array, jax.Array]
@@ -88,11 +88,14 @@ def _forward(
     targets: jax.Array,
     weights: jax.Array,
     options: HeadLoss,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """The loss, and the gradients of hidden and kernel."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
+    """The loss, and the gradients of hidden and kernel, divided by the largest weight."""
     count, features = hidden.shape
     chunks, subchunks, size = _sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
+    # Gradients are those of weights of at most 1, which any dtype has room for.
+    largest = jnp.max(jnp.abs(weights), initial=0)
+    largest = jnp.where(largest == 0, 1, largest)
 
     def subchunk(
         d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]
@@ -100,7 +103,8 @@ def _forward(
         index, (hidden, targets, weights) = xs
         products = _matmul(hidden, cast)
         loss, lse, columns = _losses(products, targets, weights, options)
-        new = _d_products(products, lse, columns, weights, options).astype(hidden.dtype)
+        scaled = weights / largest
+        new = _d_products(products, lse, columns, scaled, options).astype(hidden.dtype)
         return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), loss
 
     # XLA eliminates a product whose result is unused, like the gradient of a frozen kernel.
@@ -125,16 +129,19 @@ def _forward(
     zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
     (d_kernel, _), (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
     # The last residual is empty and carries the kernel's dtype.
-    residuals = d_hidden.reshape(-1, features)[:count], d_kernel, jnp.zeros((0,), kernel.dtype)
-    return jnp.sum(losses), residuals
+    like_kernel = jnp.zeros((0,), kernel.dtype)
+    return jnp.sum(losses), (d_hidden.reshape(-1, features)[:count], d_kernel, largest, like_kernel)
 
 
 def _backward(
-    options: HeadLoss, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+    options: HeadLoss,
+    residuals: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None, None]:
     """Scales the forward pass' gradients by the cotangent."""
     del options
-    d_hidden, d_kernel, like_kernel = residuals
+    d_hidden, d_kernel, largest, like_kernel = residuals
+    cotangent = cotangent * largest
     d_hidden = (cotangent * d_hidden.astype(jnp.float32)).astype(d_hidden.dtype)
     return d_hidden, (cotangent * d_kernel).astype(like_kernel.dtype), None, None
 
@@ -147,7 +154,7 @@ def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
 
     Together they hold at least ``tokens``; a chunk has at most ``chunk_size``.
     """
-    most = max(1, chunk_size // _SUBCHUNKS)
+    most = max(1, chunk_size // SUBCHUNKS)
     chunks = max(1, -(-tokens // (chunk_size // most * most)))
     in_chunk = -(-tokens // chunks)
     subchunks = max(1, -(-in_chunk // most))

@@ -1,11 +1,11 @@
-"""The jitted training step, and evaluation."""
+"""The jitted training step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,14 @@ from burst_jax.errors import check_integer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.xla_options import compiler_options as default_compiler_options
+from burst_jax.training.adam import global_norm
 from burst_jax.training.batches import Batch
-from burst_jax.training.loss import CHUNK_SIZE, loss_with_auxiliary, next_token_loss
+from burst_jax.training.loss import CHUNK_SIZE, loss_with_auxiliary
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import split_trained, transform_of
 
-# (params, batch) -> (sum of losses in nats, number of targets).
-EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
-
-
-class Evaluation(NamedTuple):
-    """Result of :func:`evaluate`.
-
-    Attributes:
-      nll: mean negative log-likelihood in nats per target.
-      perplexity: its exponential.
-      tokens: number of targets.
-    """
-
-    nll: float
-    perplexity: float
-    tokens: int
+# The factor of the loss in a backward pass with float16.
+_FLOAT16_SCALE = 1024
 
 
 class TrainStep:
@@ -49,8 +36,11 @@ class TrainStep:
     ``grad_norm`` (before clipping), and ``learning_rate`` if the optimizer is an
     :class:`burst_jax.training.Optimizer` whose state counts its steps. With auxiliary losses, like
     those of a mixture of experts, ``loss`` includes them, and there are metrics of each
-    (:class:`burst_jax.models.MixtureOfExperts`); both are weighted means over the slices of
-    ``accumulate``.
+    (:class:`burst_jax.models.MixtureOfExperts`); with ``accumulate`` both are means over its
+    slices, weighted by their tokens without padding.
+
+    The gradient is that of the mean; the backward pass computes a multiple of it in float16, whose
+    range is small (loss scaling by 1,024).
     """
 
     def __init__(
@@ -69,6 +59,7 @@ class TrainStep:
         self._loss = partial(loss_with_auxiliary, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
+        self._checked = False
         self._weight_shardings: Any = None
 
     def __call__(
@@ -79,16 +70,18 @@ class TrainStep:
         Raises:
           ValueError: the first batch has another layout or number of shards than the decoder.
         """
-        if self._jitted is None:
+        if not self._checked:
             nnx.merge(self._graphdef, params).reject_other_layout(batch["positions"])
+            self._checked = True
         return self._jit(params, opt_state)(params, opt_state, batch)
 
     def trace(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
     ) -> jax.stages.Traced:
-        """The traced program, for ahead-of-time compilation.
+        """The traced program, for ahead-of-time compilation: ``trace(...).lower().compile()``.
 
-        Arguments are arrays or ``jax.ShapeDtypeStruct`` with shardings.
+        Arguments are arrays or ``jax.ShapeDtypeStruct`` with shardings. A call with arrays of these
+        types then finds the compiled program.
         """
         return self._jit(params, opt_state).trace(params, opt_state, batch)
 
@@ -117,7 +110,7 @@ class TrainStep:
             updates, new_opt_state = _update(
                 self._transform, grads, opt_state, trained, self._weight_shardings
             )
-            grad_norm = optax.tree.norm(grads)
+        grad_norm = global_norm(grads)
         metrics = {"loss": loss, "grad_norm": grad_norm, **auxiliary}
         count = _step_count(opt_state)
         if self._schedule is not None and count is not None:
@@ -129,25 +122,29 @@ class TrainStep:
         self, trained: Any, frozen: Any, batch: Batch[jax.Array]
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """The mean loss, its gradient, and the auxiliary metrics."""
+        model = nnx.merge(self._graphdef, trained, frozen)
+        scale = _loss_scale(model.config.dtype, trained)
+        count, present = jnp.sum(batch["weights"]), _present(batch)
+        count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
 
-        def total_loss(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, Any]:
+        def term(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, Any]:
+            """What a slice of the batch adds to the mean loss, times the scale, and to metrics."""
             model = nnx.merge(self._graphdef, trained, frozen)
-            total, count, auxiliary = self._loss(model, batch)
-            # Times the targets, by whose number all sums are divided.
+            total, _, auxiliary = self._loss(model, batch)
+            loss, share = total / count, _present(batch) / present
             if auxiliary.loss is not None:
-                total = total + count * auxiliary.loss
-            return total, (count, {name: count * x for name, x in auxiliary.metrics.items()})
+                loss = loss + share * auxiliary.loss
+            return scale * loss, (loss, {name: share * x for name, x in auxiliary.metrics.items()})
 
-        gradient = jax.value_and_grad(total_loss, has_aux=True)
+        gradient = jax.value_and_grad(term, has_aux=True)
         if self._accumulate == 1:
             sums = gradient(trained, batch)
         else:
-            shardings = nnx.merge(self._graphdef, trained, frozen).shardings()
-            sums = self._accumulated(gradient, trained, batch, shardings)
-        (total, (count, metrics)), grads = sums
-        count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
-        grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
-        return total / count, grads, {name: x / count for name, x in metrics.items()}
+            sums = self._accumulated(gradient, trained, batch, model.shardings())
+        (_, (loss, metrics)), grads = sums
+        if scale != 1:
+            grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / scale).astype(g.dtype), grads)
+        return loss, grads, metrics
 
     def _accumulated(
         self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: DecoderShardings
@@ -206,7 +203,9 @@ def make_train_step(
       chunk_size: number of tokens in a device's chunk of the loss.
       accumulate: gradient accumulation: number of slices of the batch, computed one after another
         and summed in the dtype of the weights. The step is that of the whole batch, in the memory
-        of one slice.
+        of one slice, but for one term: the load-balancing loss of a mixture of experts is no sum
+        over tokens. It is computed per slice, so it balances the load of each slice, which is
+        stricter (the router's z-loss is that of the whole batch).
       z_loss: coefficient of the squared log-sum-exp, included in the metric ``loss``; see
         :func:`chunked_cross_entropy`.
       compiler_options: options for ``jax.jit``; None is :func:`burst_jax.compiler_options`.
@@ -220,66 +219,6 @@ def make_train_step(
     check_integer("accumulate", accumulate, 1)
     check_integer("chunk_size", chunk_size, 1)
     return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss)
-
-
-def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> EvalStep:
-    """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
-
-    Args:
-      graphdef: graph definition of the decoder, see :func:`init_train_state`.
-      chunk_size: number of tokens in a device's chunk of the loss.
-
-    Returns:
-      The function; both results are float32 scalars. Its first call raises ValueError if the batch
-      has another layout or number of shards than the decoder, or if weights are sharded although
-      the decoder has no rules.
-
-    Raises:
-      ValueError: chunk_size below 1.
-    """
-    check_integer("chunk_size", chunk_size, 1)
-
-    @jax.jit
-    def jitted(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return next_token_loss(nnx.merge(graphdef, params), batch, chunk_size=chunk_size)
-
-    checked = False
-
-    def eval_step(params: nnx.State, batch: Batch[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        nonlocal checked
-        if not checked:
-            model = nnx.merge(graphdef, params)
-            model.reject_sharded_weights()
-            model.reject_other_layout(batch["positions"])
-            checked = True
-        return jitted(params, batch)
-
-    return eval_step
-
-
-def evaluate(
-    eval_step: EvalStep,
-    params: nnx.State,
-    batches: Iterable[Batch[jax.Array]],
-) -> Evaluation:
-    """Mean loss over all targets of all batches.
-
-    Args:
-      eval_step: result of :func:`make_eval_step`.
-      params: weights of the decoder.
-      batches: batches of :func:`place_batch`.
-
-    Raises:
-      ValueError: no batch has a target.
-    """
-    total, count = 0.0, 0.0
-    for batch in batches:
-        batch_total, batch_count = eval_step(params, batch)
-        total += float(batch_total)
-        count += float(batch_count)
-    if not count:
-        raise ValueError("batches hold no targets: there is nothing to evaluate")
-    return Evaluation(nll=total / count, perplexity=math.exp(total / count), tokens=round(count))
 
 
 def _update(
@@ -306,6 +245,24 @@ def _update(
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, opt_state))
     on_auto_axes: Any = jax.sharding.auto_axes(update, out_sharding=shardings)
     return on_auto_axes(grads, opt_state, params)
+
+
+def _loss_scale(dtype: Any, trained: Any) -> int:
+    """The factor of the mean loss in the backward pass, by which its gradient is divided.
+
+    Gradients of a sum over a million targets overflow float16, and a token's part of a mean's is
+    smaller than float16 resolves. Other dtypes have float32's range.
+    """
+    dtypes = {jnp.dtype(dtype), *(x.dtype for x in jax.tree.leaves(trained))}
+    return _FLOAT16_SCALE if jnp.dtype(jnp.float16) in dtypes else 1
+
+
+def _present(batch: Batch[jax.Array]) -> jax.Array:
+    """The number of tokens that are not padding, float32, at least 1."""
+    ids = batch["segment_ids"]
+    if ids is None:
+        return jnp.float32(batch["inputs"].size)
+    return jnp.maximum(jnp.sum((ids != 0).astype(jnp.float32)), 1)
 
 
 def _named_sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:

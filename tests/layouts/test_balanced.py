@@ -289,6 +289,7 @@ PLACED = balance([4], **SIZES)
         (lambda: balance([9, 8], **SIZES), "lengths have 17 tokens in all: 2 shards of 8 tokens"),
         (lambda: untyped([1.5], **SIZES), r"lengths is \[1.5\]: it must be a sequence of integers"),
         (lambda: balance([True], **SIZES), r"lengths is \[True\]: it must be a sequence of int"),
+        (lambda: balance([1, True], **SIZES), r"lengths is \[1, True\]: it must be a sequence of"),
         (lambda: untyped([[1], [2, 3]], **SIZES), r"lengths is \[\[1\], \[2, 3\]\]: it must be"),
         (lambda: balance(np.ones((1, 2), int), **SIZES), "it must be a sequence of integers"),
         (lambda: untyped(5, **SIZES), "lengths is 5: it must be a sequence of integers"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from burst_jax.layouts import RingCosts, balance, work_report
-from burst_jax.layouts.documents import place_documents
+from burst_jax.layouts.balanced import search_batch
+from burst_jax.layouts.documents import packed_runs, place_documents, placed_runs, runs_of
 from burst_jax.layouts.permutation import positions
 
 RNG = np.random.default_rng(0)
@@ -44,6 +45,26 @@ def test_pairs_are_those_of_the_tokens(layout, n):
     by_device, others = want.sum(1), want[~np.eye(n, dtype=bool)]
     assert report.balance == pytest.approx(by_device.max() / by_device.mean())
     assert report.empty_steps == pytest.approx((others == 0).mean() if n > 1 else 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_runs_without_arrays_are_those_of_the_arrays(n):
+    """Of documents in natural order, and of placements, also split and full ones."""
+    c = 24
+    for draw in range(60):
+        rng = np.random.default_rng(draw)
+        lengths = rng.integers(1, rng.integers(2, n * c), rng.integers(1, 40))
+        lengths = lengths[lengths.cumsum() <= n * c].tolist()
+        ids = np.zeros(n * c, np.int32)
+        ids[: sum(lengths)] = np.arange(1, len(lengths) + 1).repeat(lengths)
+        (one,) = search_batch([lengths], num_shards=n, tokens_per_shard=c)
+        placed = balance(lengths, num_shards=n, tokens_per_shard=c)
+        for got, want in (
+            (packed_runs(lengths), runs_of(ids)),
+            (placed_runs(*one, n, c), runs_of(placed.segment_ids, placed.positions, n)),
+        ):
+            for name in ("start", "size", "document"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(want, name), f"{draw}")
 
 
 def test_shares_of_ideal():

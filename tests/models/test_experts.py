@@ -11,10 +11,11 @@ import interpreted_sm80
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import plain_model
 import pytest
 from flax import nnx
-from implementations import quick_jit
+from implementations import QUICK, quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count, equations
@@ -32,6 +33,7 @@ from burst_jax.models import (
     abstract_decoder,
     expert_decoding,
     expert_exchange,
+    expert_rows,
     save_adapter,
 )
 from burst_jax.models import experts as moe
@@ -40,6 +42,7 @@ from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import flat_names
+from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
 from pallas_kernels.mosaic.sm80 import few_rows
 from pallas_kernels.timing import relative_error
 
@@ -281,6 +284,68 @@ def test_training_is_that_of_each_expert_on_all_tokens(
     want = losses(ONE, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
     np.testing.assert_allclose(got[0], want[0][:steps], rtol=2e-5)
     np.testing.assert_allclose(got[1], want[1][:steps], rtol=2e-4)
+
+
+def test_auxiliary_losses_are_means_over_tokens_and_layers():
+    """Each from its definition, with every token's logits in each of three layers."""
+    count, k, tokens = 5, 2, 40
+    logits = 2 * np.random.default_rng(1).standard_normal((3, tokens, count))
+    chosen = np.sort(np.argsort(logits, -1)[..., -k:], -1)
+    counts = np.stack([np.bincount(each.ravel(), minlength=count) for each in chosen])
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    squared = np.log(np.exp(logits).sum(-1)) ** 2
+    rounds = np.array([[2, 4], [0, 4], [4, 4]])
+    given = Sums(*map(jnp.float32, (counts, scores.sum(1), squared.sum(1), rounds)))
+    experts = Experts(count, k, balance_loss=0.25, z_loss=0.125)
+    config = dataclasses.replace(CONFIG, experts=experts)
+    loss, metrics = jax.device_get(MixtureOfExperts.auxiliary(config, given))
+    balance = count * np.mean(np.sum(counts / (tokens * k) * scores.mean(1), -1))
+    want = {
+        "balance_loss": balance,
+        "router_z_loss": squared.mean(),
+        "max_expert_load": counts.max() / (tokens * k / count),
+        "further_rounds": 2 / 4 + 4 / 4,
+    }
+    assert metrics == pytest.approx(want, rel=1e-5)
+    assert loss == pytest.approx(0.25 * balance + 0.125 * squared.mean(), rel=1e-5)
+
+
+def test_copies_are_summed_in_float32():
+    """Next to 256 bfloat16 has no 1; the gradient of copies is such a sum, rounded once."""
+    copies = jnp.array([[256.0], [1.0], [1.0], [2.0], [-256.0], [1.0]], jnp.bfloat16)
+    np.testing.assert_array_equal(expert_rows.summed(copies, 2), [[258], [-253]])
+    index = jnp.arange(6)
+    _, vjp = jax.vjp(lambda x: expert_rows.copied(x, index, index), jnp.zeros((2, 1), jnp.bfloat16))
+    np.testing.assert_array_equal(np.float32(vjp(copies)[0]), [[258], [-253]])
+
+
+def test_accumulated_auxiliary_losses_weigh_slices_by_their_tokens():
+    """So the z-loss is that of the whole batch; the load is balanced in each slice."""
+    mesh, sgd = make_mesh(), optax.sgd(1.0)
+    rows, ids = np.random.default_rng(5).integers(0, 48, (4, 17)), np.ones((4, 17), np.int32)
+    # The slices' tokens are as 32 : 11, their targets as 31 : 4.
+    ids[1, 4:], ids[2, 5:], ids[3, 6:], ids[3, :6] = 2, 0, 0, range(1, 7)
+
+    def step(config, index, accumulate=1):
+        graphdef, params, state = init_train_state(config, sgd, mesh, 0, layout="contiguous")
+        run = make_train_step(graphdef, sgd, accumulate=accumulate, compiler_options=QUICK)
+        batch = place_batch(make_batch(rows[index], segment_ids=ids[index]), mesh)
+        params, _, metrics = run(params, state, batch)
+        return nnx.to_pure_dict(params), {name: float(x) for name, x in metrics.items()}
+
+    everything = np.arange(4)
+    experts = Experts(6, 2, shared_dim=16, z_loss=4.0)
+    only_z = dataclasses.replace(MIXTURE, experts=experts)
+    want, got = step(only_z, everything), step(only_z, everything, accumulate=2)
+    assert_close(got[0], want[0], 1e-5)
+    for name in ("loss", "grad_norm", "router_z_loss"):
+        assert got[1][name] == pytest.approx(want[1][name], rel=1e-5)
+    _, whole = step(MIXTURE, everything, accumulate=2)
+    tokens = np.array([32, 11])
+    slices = [step(MIXTURE, everything[part])[1] for part in (slice(2), slice(2, 4))]
+    for name in ("balance_loss", "router_z_loss", "max_expert_load"):
+        want = np.dot(tokens, [each[name] for each in slices]) / tokens.sum()
+        assert whole[name] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize(

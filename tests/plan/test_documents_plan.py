@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -45,6 +46,18 @@ def test_layouts_and_rings_are_compared(tmp_path, capsys):
     assert float(row[2]) == pytest.approx(100 * plan.best(12).report.share_of_ideal, abs=0.5)
 
 
+def test_memory_grows_with_the_documents_only():
+    """An array of the tokens of one such sequence has 4 MiB, of all 256 MiB."""
+    tracemalloc.start()
+    try:
+        plan = burst_jax.plan.documents([[300_000, *[5000] * 20]] * 64, length=2**20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert {each.num_shards for each in plan.work} == {2, 4, 8}
+    assert peak < 3e6
+
+
 def test_equal_layouts_differ_in_bytes():
     # One shard's documents on each of two shards: contiguous sends keys for nothing.
     plan = burst_jax.plan.documents([[4096, 4096]], length=8192, gpus_per_host=2)
@@ -73,7 +86,13 @@ def test_what_no_ring_can_shard_is_left_out():
         ([[]], {}, "batch has no documents"),
         ([[5, 0]], {}, r"batch\[0\]\[1\] is 0: a document has at least 1 token"),
         ([[9000]], {}, r"batch\[0\] has 9000 tokens in all, more than length 8192: pack"),
+        ([[5, [6]]], {}, r"batch\[0\] is \[5, \[6\]\]: it must be a sequence of integers"),
+        ([[5], [[6]]], {}, r"batch\[1\] is \[\[6\]\]: it must be a sequence of integers"),
+        ([[5], 6], {}, r"batch\[1\] is 6: it must be a sequence of integers"),
+        (5, {}, "batch is 5: it must be a list, the document lengths of each sequence"),
+        ([[2**62] * 4], {}, f"has {2**64} tokens in all, more than length 8192"),
         ([[5]], {"length": 0}, "length is 0: it must be an integer, at least 1"),
+        ([[5]], {"length": 2**31}, "length is 2147483648: it must be an integer, at least 1 and"),
         ([[5]], {"hosts": 0}, "hosts is 0: it must be an integer, at least 1"),
         ([[5]], {"gpus_per_host": 1}, "length is 8192: no ring can shard it over 1 GPUs"),
         ([[5]], {"length": 4097}, "no ring can shard it over 8 GPUs: ring of 2, contiguous: len"),
@@ -90,6 +109,8 @@ def test_bad_input(batch, options, message):
         ("[5, 6]", [], "is [5, 6]: it must be a list of lists"),
         ("[[5]", [], "is not JSON"),
         ("[[1.5]]", [], "batch[0] is [1.5]: it must be a sequence of integers"),
+        ("[[5, [6]]]", [], "batch[0] is [5, [6]]: it must be a sequence of integers"),
+        ("[" * 10**5, [], "lengths.json is nested deeper than 32 levels"),
         ("[[5]]", ["--heads", "8"], "--heads is not for --documents: leave it out"),
         ("[[5]]", ["--batch", "2"], "--batch is not for --documents: leave it out"),
         ("[[5]]", ["--model", "llama-3-8b"], "--model is given with --documents: plan them one"),

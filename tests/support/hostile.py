@@ -1,21 +1,26 @@
 """Hostile input: mutations of a valid example by rules, under limits of time and memory.
 
 A table of cases is ``json_cases(valid, keys)`` for JSON with named fields, ``text_cases(valid)``
-for a whole file, and ``special_files()`` for what is at a path instead of a file. ``check`` runs a
-case: it must end with an answer, or with an error that names what it should, within a second of
-processor time and 256 MB, while everything outside of the folders that may change stays as it was.
+for a whole file, ``array_cases()`` for a file of numpy.save, and ``special_files()`` for what is at
+a path instead of a file. ``check`` runs a case: it must end with an answer, or with an error that
+names what it should, within a second of processor time and 256 MB, while everything outside of the
+folders that may change stays as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from burst_jax.training import CheckpointError
 
@@ -147,6 +152,46 @@ def text_cases(valid: bytes) -> Iterator[Case]:
         "long": b'"' + b"x" * 5_000_000 + b'"',
     }.items():
         yield Case(name, content, (), True)
+
+
+_HEADER = "{'descr': '<i4', 'fortran_order': False, 'shape': %s}"
+_SHAPES = [
+    *("(4,)", "(-1,)", "(2, -1)", "(10**30,)", "(1000000000000,)", "(1.5,)", "('a',)", "(None,)"),
+    *("3", "None", "(True,)", "(0, 5)", "(2**31, 2**31, 2**31)", "(((1,),),)", "(3,) * 10**9"),
+    *("(" * 90 + ")" * 90, "(3,), 'shape': (9,)", "(3,", "__import__('os').system('true')"),
+]
+_HEADERS = [
+    *(_HEADER % shape for shape in _SHAPES),
+    *(
+        _HEADER.replace("<i4", descr) % "(3,)"
+        for descr in ("|O", "<f8", "<U9", "x", "<i9999", "<i4,<i4")
+    ),
+    *("", "[]", "{}", "{" * 1000, "\xff" * 50, "\x1b[31mred", "{'descr': []}", "x" * 60_000),
+    *("[" * 3000, _HEADER % "(3,)" + "\0"),
+]
+
+
+def array_cases() -> Iterator[Case]:
+    """What a file of numpy.save with 12 bytes of numbers may be instead, all rejected."""
+    for header in _HEADERS:
+        text = header.encode("latin-1") + b"\n"
+        start = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text))
+        yield Case(header[:60], start + text + bytes(12), (), True)
+    several = io.BytesIO()
+    np.savez(several, np.arange(3), np.arange(3))
+    archive = several.getvalue()
+    for content in (
+        b"", b"\x93", b"PK\x03\x04" + bytes(60), b"PK\x05\x06" + bytes(18), archive, archive[:-30],
+        b"no array", b"\x80\x04K\x01.",
+    ):  # fmt: skip
+        yield Case(repr(content[:60]), content, (), True)
+
+
+def saved(array: np.ndarray) -> bytes:
+    """The file that numpy.save writes."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 @contextlib.contextmanager

@@ -77,6 +77,18 @@ def test_float32_moments_are_those_of_optax():
         assert_close((updates, state), (want, want_state))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_norms_and_clipping_of_16_bit_gradients_are_float32(dtype):
+    """A million gradients of 0.3 have a sum of squares beyond float16."""
+    gradients = {"a": jnp.full((1000, 999), 0.3, dtype), "b": jnp.full((1000,), 0.3, dtype)}
+    each = float(gradients["b"][0])
+    assert float(adam.global_norm(gradients)) == pytest.approx(1000 * each, rel=1e-5)
+    transform = adam_of(clip_norm=1.0)
+    state: Any = jax.jit(lambda: transform.update(gradients, transform.init(gradients))[1])()
+    for moment in jax.tree.leaves(state.mu):  # A tenth of a gradient of norm 1.
+        np.testing.assert_allclose(moment, 1e-4, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_memory_and_mesh_change_no_bit(dtype, monkeypatch):

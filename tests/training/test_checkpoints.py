@@ -150,6 +150,20 @@ def test_the_last_ones_are_kept_as_they_were_when_saved(tmp_path):
         np.testing.assert_array_equal(restore(tmp_path, {"x": x}, index).state["x"], 20.0 * index)
 
 
+def test_a_record_is_on_disk_before_its_checkpoint_has_a_name(tmp_path, monkeypatch):
+    """Otherwise a machine failure could leave a checkpoint without one."""
+    names, fsync = [], os.fsync
+
+    def recorded(descriptor):
+        names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    with Checkpoints(tmp_path) as writer:
+        writer.save(1, {"x": jnp.ones(8)})
+    assert str(tmp_path / "1.orbax-checkpoint-tmp" / "record.json") in names
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 
@@ -188,6 +202,7 @@ def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_restored(own
             assert re.match(rf"{path.relative_to(folder / '3')}:? .*({message})", str(reason))
             path.write_bytes(data)
     shutil.copytree(folder / "3", half)
+    (folder / ".checkpoints.writing").write_text("4")  # What a killed run leaves.
     flip(paths[-1], 7919)
     with Checkpoints(folder) as writer:
         assert writer.latest() == 3

@@ -119,10 +119,29 @@ def test_locks_end_with_their_owner_only(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_a_file_that_its_last_owner_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """Two runs would hold locks, one on a file that nobody finds any more."""
+    path, lockf, calls = tmp_path / "lock", fcntl.lockf, []
+
+    def late(descriptor, operation):
+        if not calls:  # Between opening and locking, the owner ends and a third run starts.
+            path.unlink()
+            path.touch()
+        calls.append(operation)
+        lockf(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    held = FileLock(path, "it")
+    assert path.read_text().startswith(f"process {os.getpid()} on ")
+    held.release()
+    assert not path.exists()
+
+
 def test_folders_of_others_are_neither_steps_nor_removed_nor_renamed(tmp_path):
     """Only what a Checkpoints has written is, whatever other names look like."""
     folder = tmp_path / "run"
-    for name in ("0", "007", "5", "2024", "1.refused", "٣", "9 old.orbax-checkpoint-tmp", "77"):
+    theirs = ("9 old.orbax-checkpoint-tmp", "6.orbax-checkpoint-tmp", "1.orbax-checkpoint-tmp-17")
+    for name in ("0", "007", "5", "2024", "1.refused", "٣", *theirs, "77"):
         (folder / name).mkdir(parents=True)
         (folder / name / "photo.jpg").write_text(name)
     # Another library's checkpoint by orbax.
@@ -131,11 +150,18 @@ def test_folders_of_others_are_neither_steps_nor_removed_nor_renamed(tmp_path):
     (tmp_path / "best").mkdir()
     (folder / "link").symlink_to(tmp_path / "best")
     steps = [folder / name for name in ("1", "2", "3", "4", "1.refused.1")]
+    steps += [folder / f"{step}.orbax-checkpoint-tmp-17" for step in (1, 15)]
     with (
         unchanged(folder, *steps, folder / ".checkpoints.lock"),
         Checkpoints(folder, keep=1) as checkpoints,
     ):
         assert checkpoints.latest() is checkpoints.restore(X) is None
+        # Of orbax' temporary folders only that of the step that a killed run was writing is ours.
+        (folder / ".checkpoints.writing").write_text("7")
+        (folder / "7.orbax-checkpoint-tmp").mkdir()
+        with pytest.raises(ValueError, match=r"step is 1: .*/1.orbax-checkpoint-tmp-17 exists, wh"):
+            checkpoints.save(1, X)
+        (folder / "1.orbax-checkpoint-tmp-17").rename(folder / "15.orbax-checkpoint-tmp-17")
         checkpoints.save(1, X)
         checkpoints.wait()
         (folder / "1" / "record.json").write_text("damaged")
@@ -160,6 +186,18 @@ def test_folders_of_others_are_neither_steps_nor_removed_nor_renamed(tmp_path):
     with unchanged(tmp_path / "best"), Checkpoints(folder, keep=1) as checkpoints:
         assert checkpoints.latest() == 3  # A link can be read.
         checkpoints.save(4, X)
+
+
+def test_a_damaged_checkpoint_is_none_of_those_to_keep(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, X)
+            checkpoints.wait()
+            if step == 2:
+                (tmp_path / "2" / "record.json").write_text("damaged")
+        restored = checkpoints.restore(X, step=1)
+    assert restored is not None
+    assert restored.step == 1
 
 
 def test_a_refused_checkpoint_overwrites_nothing(tmp_path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import plain_model
 import pytest
 from flax import nnx
@@ -15,16 +20,17 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, mesh_of
 from split_runs import ROWS, SEGMENTS, SMALL, SMALL_STEPS, batch_on, optimizer_of, trained
 
-from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.models import Decoder, Lora, abstract_decoder
 from burst_jax.training import (
+    LowPrecisionWeights,
     evaluate,
+    evaluation,
     init_train_state,
     make_batch,
     make_eval_step,
     make_optimizer,
     make_train_step,
     place_batch,
-    step,
 )
 
 
@@ -55,8 +61,9 @@ def test_the_optimizer_follows_its_schedule_decays_only_matrices_and_clips():
     assert norm == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
-    """Loss, gradient norm and Adam's direction, against gradients in float64."""
+@functools.cache
+def truth():
+    """Of :func:`trained`, in float64: ``(initial weights, mean loss, gradients, their norm)``."""
     run = trained()
     initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
     weights = np.float64((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0))
@@ -73,6 +80,12 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
         value_and_grad = quick_jit(jax.value_and_grad(mean_loss))
         loss, grads = jax.device_get(value_and_grad(jax.tree.map(jnp.asarray, initial)))
     norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    return initial, float(loss), grads, float(norm)
+
+
+def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
+    """Loss, gradient norm and Adam's direction, against gradients in float64."""
+    run, (initial, loss, grads, norm) = trained(), truth()
     metrics = run.history[0]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert run.before.nll == pytest.approx(loss, rel=1e-5)
@@ -88,6 +101,43 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
         decay = 0.1 * old[path] if path[-1].key == "kernel" else 0
         want = -rate * (np.sign(slope) + decay)
         np.testing.assert_allclose((new[path] - old[path])[sure], want[sure], rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "weight", "accumulate"),
+    [
+        pytest.param(jnp.float16, 1e4, 2, id="accumulated"),
+        pytest.param(jnp.float32, 1e6, 1, id="float32-weights"),
+    ],
+)
+def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, accumulate):
+    """The sum of the losses, and of their gradients, is beyond float16's largest number."""
+    initial, loss, grads, norm = truth()
+    config = dataclasses.replace(SMALL, dtype=jnp.float16, param_dtype=param_dtype)
+    # A rate so large that rounded weights of 1 show what they are moved by.
+    rate = 32
+    mesh, sgd = make_mesh(), optax.sgd(rate)
+    params: Any = nnx.state(Decoder(config, mesh=mesh, rngs=nnx.Rngs(0)))
+    start = jax.tree.map(lambda x: x.astype(param_dtype), initial)
+    nnx.replace_by_pure_dict(params, jax.tree.map(jnp.array, start))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LowPrecisionWeights)
+        graphdef, params, state = init_train_state(
+            config, sgd, mesh, 0, params=params, layout="contiguous"
+        )
+    batch: Any = make_batch(ROWS, segment_ids=SEGMENTS)
+    # Copies of the batch: the mean is the same, the sum is not.
+    batch = jax.tree.map(lambda x: np.tile(x, (accumulate, 1)), batch)
+    placed = place_batch(batch | {"weights": np.float32(weight) * batch["weights"]}, mesh)
+    step = make_train_step(graphdef, sgd, compiler_options=QUICK, accumulate=accumulate)
+    params, _, metrics = step(params, state, placed)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-3)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-2)
+    for old, new, want in zip(
+        *map(jax.tree.leaves, (start, nnx.to_pure_dict(params), grads)), strict=True
+    ):
+        got = (np.float64(old) - np.float64(new)) / rate
+        assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
 
 
 def test_steps_reduce_the_loss_in_donated_replicated_state():
@@ -133,6 +183,18 @@ def test_a_step_over_explicit_axes_is_that_over_auto_axes_and_keeps_shardings():
     assert_close(jax.device_get(state[1].mu), want.first_moments, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_training_weights_in_16_bits_warns(dtype):
+    """But not of frozen ones."""
+    half = dataclasses.replace(SMALL, dtype=dtype, param_dtype=dtype)
+    message = f"are {jnp.dtype(dtype).name}: .* keep them in float32, by param_dtype=jnp.float32 of"
+    with pytest.warns(LowPrecisionWeights, match=message) as caught:
+        init_train_state(half, optax.sgd(1.0), make_mesh(), 0)
+    assert [each.filename for each in caught] == [__file__]
+    # Warnings are errors here.
+    init_train_state(dataclasses.replace(half, lora=Lora(2)), optax.sgd(1.0), make_mesh(), 0)
+
+
 def test_the_dimension_of_the_layers_must_not_be_sharded():
     mesh = make_mesh(2, 2, kind=AxisType.Explicit)
     graphdef, params = abstract_decoder(SMALL, mesh=mesh)
@@ -158,6 +220,8 @@ def test_the_mean_is_over_targets_not_batches():
     result = evaluate(eval_step, params, batches)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
+    sums = iter([(1e6, 1.0)])
+    assert evaluate(eval_step, params, batches[:1])[:2] == (1e6, math.inf)  # Not an OverflowError.
     with pytest.raises(ValueError, match="batches hold no targets"):
         evaluate(eval_step, params, [])
 
@@ -173,7 +237,7 @@ def test_an_evaluation_checks_only_its_first_successful_call(monkeypatch):
 
     weighed = lambda model, batch, chunk_size: (batch["weights"].sum(),) * 2  # noqa: E731
     monkeypatch.setattr(Decoder, "reject_sharded_weights", check)
-    monkeypatch.setattr(step, "next_token_loss", weighed)
+    monkeypatch.setattr(evaluation, "next_token_loss", weighed)
     graphdef, params = abstract_decoder(SMALL, mesh=make_mesh(), layout="zigzag")
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     eval_step = make_eval_step(graphdef)
