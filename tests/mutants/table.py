@@ -26,6 +26,7 @@ ACTIVATIONS = "tests/models/test_activations.py"
 SHARDED = "tests/models/test_sharded_weights.py -k"
 HF_MODELS = "tests/models/test_hf_models.py -k"
 EXPORT = "tests/models/test_fine_tuning.py -k export_has"
+HF_CONFIGS = "tests/models/test_hf_configs.py"
 HF_FILES = "tests/models/test_hf_files.py -k tied"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
@@ -379,6 +380,12 @@ MUTANTS = [
      "False", "tests/pallas_kernels/test_sm90_interpreted.py -k whole_blocks"),
     ("examples/hf_checkpoints.py", "(*TOKENIZER, GENERATION))", "TOKENIZER)", EXPORT),
     ("examples/hf_checkpoints.py", "\"merges.txt\", \"chat_template*\",", "\"merges.txt\",", EXPORT),
+    ("burst_jax/models/hf/config.py", "if key not in family.known}", "if True}", HF_CONFIGS),
+    ("burst_jax/models/hf/config.py", "\"rope_interleaved\": (False, None),",
+     "\"rope_interleaved\": (False, None, True),", HF_CONFIGS),
+    ("burst_jax/models/hf/quantized.py", "method is not None and method == supported",
+     "method is None or method == supported", HF_CONFIGS),
+    ("burst_jax/models/hf/load.py", "(*ignore, *copy))", "ignore)", HF_FILES),
     ("burst_jax/models/hf/tied.py", "range(0, shape[0], rows)", "range(0, rows, rows)", HF_FILES),
     ("burst_jax/models/hf/tied.py", "    given[\"tie_word_embeddings\"] = False\n", "", HF_FILES),
     ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),

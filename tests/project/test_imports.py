@@ -128,6 +128,32 @@ print(burst_jax.__version__)
     assert (ran.returncode, ran.stdout) == (0, "0+unknown\n"), ran.stderr
 
 
+def strings_of(path):
+    """The strings of a module that are no documentation."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and id(node) not in documentation:
+            yield str(node.value)
+
+
+def test_the_wheel_names_no_script_that_it_lacks():
+    """But the planner, whose command is one for a checkout, and says so."""
+    found = {
+        str(path.relative_to(REPOSITORY)): text
+        for top in ("burst_jax", "pallas_kernels")
+        for path in (REPOSITORY / top).rglob("*.py")
+        for text in strings_of(path)
+        if "examples/" in text or "-m benchmarks" in text
+    }
+    assert found == {
+        "burst_jax/plan/training_plan.py": "python examples/train_lm.py --model",
+    }
+    planner = (REPOSITORY / "burst_jax" / "plan" / "training_plan.py").read_text()
+    assert '"the same in a shell, in a checkout of burst-jax:"' in planner
+
+
 def test_cycles_and_upward_imports_are_found(tmp_path):
     """Also those under TYPE_CHECKING, in functions, and from a package's ``__init__``."""
     files = {
