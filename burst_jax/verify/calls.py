@@ -13,7 +13,11 @@ from burst_jax.attention.watch import WatchedCall
 from burst_jax.parallel.mesh import flat_names
 
 # Arguments that may differ between one device and a mesh.
-_OWN = ("mesh", "layout", "implementation", "backward", "dropout_key", "deterministic")
+_OWN = (
+    *("mesh", "layout", "implementation", "backward", "dropout_key", "deterministic"),
+    # Those of the layout where there are none, and arrays in a balanced layout.
+    *("query_positions", "key_value_positions"),
+)
 
 
 def where(call: WatchedCall, calls: Sequence[WatchedCall]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import hf_models
 import numpy as np
@@ -26,6 +27,13 @@ def test_a_checkpoint_passes_on_a_mesh(folder, capsys):
     assert out.startswith("zigzag on fsdp=2,seq=2, float32; differences relative to float64 on one")
     assert "layers.attention.query" in out
     assert out.endswith("PASSED\n")
+
+
+@pytest.mark.slow
+def test_a_balanced_layout_has_the_zone_of_the_documents(folder, capsys):
+    options = ["--model", str(folder), "--mesh", "fsdp=2,seq=2", "--seq-len", "64", "--loss-only"]
+    assert command.main([*options, "--layout", "balanced"]) == 0
+    assert re.match(r"balanced:[1-9]\d* on fsdp=2,seq=2, float32", capsys.readouterr().out)
 
 
 @pytest.mark.slow
