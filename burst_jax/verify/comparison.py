@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from burst_jax.attention.watch import WatchedCall, watched
+from burst_jax.attention.watch import Place, WatchedCall, watched
 from burst_jax.layouts.permutation import Layout, check_layout, zone_size
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -32,6 +32,7 @@ from burst_jax.verify.batch import Sizes, named_leaves, path_name
 from burst_jax.verify.cause import Sentences
 from burst_jax.verify.differences import Results, differences
 from burst_jax.verify.lockstep import Lockstep, Order
+from burst_jax.verify.placement import CallAxes, axes_of_calls, whole_sequences
 from burst_jax.verify.program import Program, flat_program, float_dtypes, widened
 from burst_jax.verify.report import Cost, Difference, Report
 
@@ -261,11 +262,14 @@ class _Comparison:
             losses["reference"] = reference[0]
         there, one = ((side.value, side.gradients) for side in (self.there, self.one))
         loss, gradients = differences(self.names, there, one, reference, dtype)
-        replicated = watched_calls.replicated_axes(self.there.calls, self.mesh)
+        traced, whole = self._placement()
+        replicated = watched_calls.replicated_axes(self.there.calls, self.mesh, traced)
         problems = self.wrong_order + self._problems_of_batch()
         problems += watched_calls.replicated_sentences(
-            replicated, self.there.calls, self.mesh, self.ring
+            replicated, self.there.calls, self.mesh, self.ring, traced
         )
+        if not set(replicated) & set(self.ring):  # Else the attention has whole sequences.
+            problems += whole
         problems += watched_calls.without_segments(self.there.calls)
         causes = watched_calls.wrong_layouts(self.there.calls, self.layout, self.ring)
         different = [each for each in (loss, *gradients) if not each.passed]
@@ -360,6 +364,19 @@ class _Comparison:
             f"{after:.6f} with other tokens there; segment 0 is padding, so give its targets loss "
             "weight 0"
         ]
+
+    def _placement(self) -> tuple[dict[Place, CallAxes], list[str]]:
+        """The axes of attention calls on the mesh; a sentence about whole sequences there."""
+        side = self.there
+        _, floats = _value_and_grad(side.loss, side.params)
+        with jax.set_mesh(side.mesh), self._timed(side.name):
+            with watched():
+                closed = jax.make_jaxpr(_loss_of(side.loss, side.params))(floats, side.batch)
+            arguments, count = jax.tree.leaves((floats, side.batch)), len(named_leaves(side.batch))
+            whole = []
+            if self.shards > 1:
+                whole = whole_sequences(closed, arguments, self.sizes, count, self.ring)
+            return axes_of_calls(closed), whole
 
     def _causes(self, loss_passed: bool) -> list[str]:
         """Searches the forward program, or for equal losses the gradient's."""
