@@ -30,7 +30,7 @@ class CallAxes:
     """An attention call on global arrays, as it was traced.
 
     Attributes:
-      used: the mesh axes that shard an array of the call.
+      used: the mesh axes that shard an array of the call, in all calls of its line.
       vmapped: whether a ``jax.vmap`` added a dimension to it.
     """
 
@@ -52,7 +52,10 @@ def axes_of_calls(closed: ClosedJaxpr) -> dict[Place, CallAxes]:
         specs = [spec for each in maps for spec in each.params["in_specs"]]
         used = frozenset(name for spec in specs for name in flat_names(*spec))
         rank = max(len(x.aval.shape) for x in equation.invars)
-        found[place] = CallAxes(used, rank > _QUERY_RANK)
+        vmapped = rank > _QUERY_RANK
+        if place in found:  # In a loop over layers, which may differ.
+            used, vmapped = used & found[place].used, vmapped or found[place].vmapped
+        found[place] = CallAxes(used, vmapped)
     return found
 
 

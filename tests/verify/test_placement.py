@@ -93,6 +93,21 @@ def test_tokens_that_stay_sharded_are_no_problem(constrained, table):
     assert report.passed, report.problems
 
 
+def test_layers_of_one_line_that_differ_in_their_axes():
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            x = params["table"][batch["inputs"]]
+            for batch_axis in (None, "data"):
+                x = x + attend(x, mesh, layout, batch_axis)
+            return jnp.mean(jnp.sum(x**2, -1) * batch["weights"])
+
+        return loss
+
+    (problem,) = compared(make_loss).problems
+    line = r"in attention call 1 of 2 \(test_placement\.py:\d+\) all 2 devices along it compute the"
+    assert re.search(rf"{line} same; pass batch_axis='data'", problem)
+
+
 @pytest.mark.parametrize("name", [None, "data"])
 def test_examples_under_vmap_need_the_name_of_their_axis(name):
     def make_loss(mesh, layout):
