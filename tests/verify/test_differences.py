@@ -49,7 +49,7 @@ def test_with_a_reference_the_mesh_may_have_twice_the_error_of_one_device(dtype,
     )
     for each in (loss, groups[1]):
         np.testing.assert_allclose(
-            (each.mesh, each.one_device, each.limit), (off, own, limit), rtol=1e-6
+            (each.mesh, each.one_device or 0.0, each.limit), (off, own, limit), rtol=1e-6
         )
         assert each.passed is (factor < 1)
     assert (groups[0].mesh, groups[0].limit) == (0, PLUS[dtype])

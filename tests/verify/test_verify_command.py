@@ -60,10 +60,10 @@ def test_a_report_that_cannot_be_written_is_printed(capsys, monkeypatch, tmp_pat
         Difference("loss", 0.0, None, 3e-5), (), None, (), (), Cost({}, {}),
     )  # fmt: skip
     monkeypatch.setattr(command, "_compare", lambda args, mesh: report)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as raised:
         command.main(["--model", str(tmp_path), "--json", "/dev/full"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 2
+    assert raised.value.code == 2
     assert out == f"{report}\n"
     missing = "no reference in a wider dtype: doubled is written for its dtype; limits are those of"
     assert f"{missing} float32\n" in out
