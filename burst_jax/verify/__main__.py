@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from burst_jax.command_line import Parser, check_output, folder, integer, use_cpu_devices
+from burst_jax.layouts.documents import place_documents
 from burst_jax.layouts.permutation import check_layout, padded_length
 from burst_jax.models import abstract_decoder, load
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option
@@ -27,11 +28,18 @@ from pallas_kernels import NAMES
 
 
 def _layout(text: str) -> str:
+    if text == "balanced":  # Its zone follows from the documents.
+        return text
     try:
         check_layout(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _of_any_zone(layout: str) -> str:
+    """The layout, with some zone if it is "balanced"."""
+    return "balanced:0" if layout == "balanced" else layout
 
 
 def _parser() -> Parser:
@@ -44,7 +52,12 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
-    add("--layout", type=_layout, default="zigzag", help="sequence layout (default: zigzag)")
+    add(
+        "--layout",
+        type=_layout,
+        default="zigzag",
+        help="sequence layout (default: zigzag); balanced has the zone of the documents",
+    )
     add("--seq-len", type=integer(8), default=1024, help="tokens per sequence (default: 1024)")
     add("--batch", type=integer(1), help="batch size (default: data x fsdp x stage of --mesh)")
     add(
@@ -67,7 +80,7 @@ def _check(args: argparse.Namespace, mesh: Mesh) -> None:
             raise ValueError(f"--json: {error}") from error
     args.batch = batch_of_option(args.batch, mesh)
     seq = mesh.shape["seq"]
-    fit = padded_length(args.layout, args.seq_len, seq)
+    fit = padded_length(_of_any_zone(args.layout), args.seq_len, seq)
     if fit != args.seq_len:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices does not "
@@ -90,8 +103,14 @@ def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
     rules = ShardingRules.of(mesh)
     options: dict[str, Any] = {"rules": rules, "implementation": args.implementation}
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    model = load(args.model, mesh=mesh, layout=args.layout, dtype=dtype, **options)
+    model = load(args.model, mesh=mesh, layout=_of_any_zone(args.layout), dtype=dtype, **options)
     config, params = model.config, nnx.split(model)[1]
+    batch = random_batch(args.batch, args.seq_len, config.vocab_size, args.seed)
+    layout = args.layout
+    if layout == "balanced":
+        ids = batch["segment_ids"]
+        assert ids is not None
+        layout = place_documents(ids, mesh.shape["seq"])[1][0].layout
 
     def make_loss(mesh: Mesh, layout: str) -> Any:
         graphdef, _ = abstract_decoder(config, mesh=mesh, layout=layout, **options)
@@ -103,8 +122,7 @@ def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
         return loss
 
     return compare(
-        make_loss, params, random_batch(args.batch, args.seq_len, config.vocab_size, args.seed),
-        mesh=mesh, layout=args.layout, batch_axis=rules.batch_axes,
+        make_loss, params, batch, mesh=mesh, layout=layout, batch_axis=rules.batch_axes,
         gradients=not args.loss_only,
     )  # fmt: skip
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.order import layout_of
-from burst_jax.layouts.permutation import LAYOUTS, check_length, shard_unit, to_layout
+from burst_jax.layouts.documents import place_documents
+from burst_jax.layouts.permutation import LAYOUTS, check_length, positions, shard_unit, zone_size
 from burst_jax.parallel.mesh import axes_size
 
 _POSITIONS = ("position", "pos_id")
@@ -113,18 +114,95 @@ def of_loader(batch: Any, layout: str, num_shards: int) -> tuple[Any, Any]:
     return natural, own
 
 
-def wrong_order(own: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int) -> list[str]:
-    """A sentence about the arrays of a loader's batch that are not in the layout, if there are."""
+def index_of(layout: str, sizes: Sizes, num_shards: int) -> np.ndarray:
+    """``[1, T]``: the index in natural order of the token at each place of a fixed layout."""
+    return positions(layout, sizes.length, num_shards)[None]
+
+
+def balanced(
+    batch: Any, sizes: Sizes, layout: str, num_shards: int, names: set[str]
+) -> tuple[Any, np.ndarray]:
+    """The batch in natural order for a balanced layout, and the layout's index ``[B, T]``.
+
+    The layout gives documents new ids. Both programs get them, so that their values can be
+    compared. It fills places with padding; here they are the batch's own tokens of segment 0, so
+    that the layout is a permutation of all tokens, with position 0 as in :func:`make_batch`.
+
+    Args:
+      batch: in natural order.
+      sizes: of the batch.
+      layout: "balanced:z".
+      num_shards: number of shards.
+      names: leaves that attention got as segment ids.
+
+    Raises:
+      ValueError: the batch has no segment ids, arrays ``[T]``, or documents for another zone.
+    """
+    for name, x in named_leaves(batch):
+        if len(x.shape) == 1 and sizes.dimension(x.shape) == 0:
+            raise ValueError(
+                f"batch has {name} of shape {x.shape}, and layout is {layout!r}, in which each "
+                f"sequence has an order of its own: make it {(sizes.batch, sizes.length)}"
+            )
+    found = segment_ids_of(batch, sizes, names)
+    if found is None:
+        raise ValueError(
+            f"layout is {layout!r}, which places documents, and batch has no segment ids: add "
+            'integers [B, T] as "segment_ids" (all 1 for one document per sequence) and pass them '
+            "to attention"
+        )
+    ids = found[1]
+    try:
+        order, placed = place_documents(ids, num_shards, zone_size(layout))
+    except ValueError as error:
+        raise ValueError(
+            f"layout is {layout!r}, of other documents than those of batch: {error}, or what "
+            "burst_jax.training.balanced_layout returns for them"
+        ) from error
+    renumbered = np.zeros(ids.shape, np.int32)
+    for row, new, source, one in zip(order, renumbered, ids, placed, strict=True):
+        full = row >= 0
+        new[row[full]] = one.segment_ids[full]
+        row[~full] = np.flatnonzero(source == 0)
+
+    def with_new_ids(path: Any, x: Any) -> np.ndarray:
+        x, name = np.asarray(x), path_name(path)
+        if x.shape == ids.shape and np.array_equal(x, ids) and x.dtype.kind in "iu":
+            return renumbered.astype(x.dtype)
+        if _is_named(name, _POSITIONS) and x.shape == ids.shape:
+            return np.where(ids == 0, 0, x).astype(x.dtype)
+        return x
+
+    return jax.tree_util.tree_map_with_path(with_new_ids, batch), order
+
+
+def wrong_order(
+    own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int
+) -> list[str]:
+    """A sentence about the arrays of a loader's batch that are not in the layout, if there are.
+
+    Args:
+      own: the loader's batch for the layout; None without a loader.
+      wanted: what it should be.
+      natural: the loader's batch in natural order.
+      sizes: of the batch.
+      layout: the layout.
+      num_shards: number of shards.
+    """
     if own is None:
         return []
-    names = _unlike(own, in_layout(natural, sizes, layout, num_shards))
+    is_padding = None
+    if zone_size(layout) is not None and (found := segment_ids_of(wanted, sizes, set())):
+        is_padding = found[1] == 0  # A loader may put anything there.
+    names = _unlike(own, wanted, is_padding)
     if not names:
         return []
     call = f"batch({layout!r}, {num_shards})"
-    for other in (layout, *(name for name in LAYOUTS if name != layout)):
+    fixed = [layout] if zone_size(layout) is None else []
+    for other in (*fixed, *(name for name in LAYOUTS if name != layout)):
         for n in range(1, sizes.length // shard_unit(other) + 1):
             if sizes.length % (n * shard_unit(other)) == 0 and not _unlike(
-                own, in_layout(natural, sizes, other, n)
+                own, in_layout(natural, sizes, index_of(other, sizes, n))
             ):
                 order = "natural order" if n == 1 else f"the {other} layout over {n} shards"
                 return [
@@ -138,18 +216,32 @@ def wrong_order(own: Any, natural: Any, sizes: Sizes, layout: str, num_shards: i
     ]
 
 
-def _unlike(batch: Any, other: Any) -> list[str]:
-    """Names of the arrays of a batch that another one does not have."""
+def _unlike(batch: Any, other: Any, ignored: np.ndarray | None = None) -> list[str]:
+    """Names of the arrays of a batch that another one does not have, but for ``ignored`` places."""
+
+    def same(x: Any, y: np.ndarray) -> bool:
+        x = np.asarray(x)
+        if ignored is None or x.shape[:2] != ignored.shape:
+            return np.array_equal(x, y)
+        return np.array_equal(x[~ignored], y[~ignored])
+
     pairs = zip(named_leaves(batch), jax.tree.leaves(other), strict=True)
-    return [name for (name, x), y in pairs if not np.array_equal(np.asarray(x), y)]
+    return [name for (name, x), y in pairs if not same(x, y)]
 
 
-def in_layout(batch: Any, sizes: Sizes, layout: str, num_shards: int) -> Any:
-    """The batch in ``layout``: every array with a sequence dimension is permuted along it."""
+def in_layout(batch: Any, sizes: Sizes, index: np.ndarray) -> Any:
+    """The batch in a layout: every array with a sequence dimension is permuted along it.
+
+    ``index`` is ``[1, T]``, or ``[B, T]`` if sequences differ in their order.
+    """
 
     def permute(x: Any) -> np.ndarray:
         x, axis = np.asarray(x), sizes.dimension(x.shape)
-        return x if axis is None else to_layout(x, layout, num_shards, axis)
+        if axis is None:
+            return x
+        if len(index) == 1:
+            return np.take(x, index[0], axis)
+        return np.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
 
     return jax.tree.map(permute, batch)
 
@@ -197,18 +289,32 @@ class Segments:
     counted_from_zero: bool
 
 
-def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
-    """What the batch has in segment 0; ``names`` are leaves that attention got as segment ids."""
-    arrays = [
+def _by_token(batch: Any, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
+    """``(name, array)`` of the batch's arrays ``[B, T]``."""
+    return [
         (name, np.asarray(x))
         for name, x in named_leaves(batch)
         if len(x.shape) == 2 and sizes.dimension(x.shape) is not None
     ]
-    found = [(n, x) for n, x in arrays if n in names or _is_named(n, _SEGMENTS)]
-    found = [(n, x) for n, x in found if np.issubdtype(x.dtype, np.integer)]
-    if not found:
+
+
+def segment_ids_of(batch: Any, sizes: Sizes, names: set[str]) -> tuple[str, np.ndarray] | None:
+    """The batch's segment ids and their name; ``names`` are leaves that attention got as ids."""
+    found = (
+        (name, x)
+        for name, x in _by_token(batch, sizes)
+        if (name in names or _is_named(name, _SEGMENTS)) and np.issubdtype(x.dtype, np.integer)
+    )
+    return next(found, None)
+
+
+def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
+    """What the batch has in segment 0; ``names`` are leaves that attention got as segment ids."""
+    arrays = _by_token(batch, sizes)
+    found = segment_ids_of(batch, sizes, names)
+    if found is None:
         return None
-    name, ids = found[0]
+    name, ids = found
     zero = ids == 0
     weights = [np.asarray(x, np.float64) for n, x in arrays if n != name and _is_named(n, _WEIGHTS)]
     loss = None

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from burst_jax.attention.watch import WatchedCall
+from burst_jax.attention.watch import Place, WatchedCall
 from burst_jax.parallel.mesh import flat_names
+from burst_jax.verify.placement import CallAxes
 
 # Arguments that may differ between one device and a mesh.
-_OWN = ("mesh", "layout", "implementation", "backward", "dropout_key", "deterministic")
+_OWN = (
+    *("mesh", "layout", "implementation", "backward", "dropout_key", "deterministic"),
+    # Those of the layout where there are none, and arrays in a balanced layout.
+    *("query_positions", "key_value_positions"),
+)
 
 
 def where(call: WatchedCall, calls: Sequence[WatchedCall]) -> str:
@@ -42,8 +47,13 @@ def wrong_layouts(calls: Sequence[WatchedCall], layout: str, axes: tuple[str, ..
     return found
 
 
-def replicated_axes(calls: Sequence[WatchedCall], mesh: Mesh) -> dict[str, list[WatchedCall]]:
-    """Mesh axes along which devices compute the same attention, and the calls that do."""
+def replicated_axes(
+    calls: Sequence[WatchedCall], mesh: Mesh, traced: Mapping[Place, CallAxes]
+) -> dict[str, list[WatchedCall]]:
+    """Mesh axes along which devices compute the same attention, and the calls that do.
+
+    ``traced`` has the axes that calls on global arrays use, by their line.
+    """
     found: dict[str, list[WatchedCall]] = {}
     for call in calls:
         if call.local:
@@ -55,6 +65,8 @@ def replicated_axes(calls: Sequence[WatchedCall], mesh: Mesh) -> dict[str, list[
             names = ("batch_axis", "tensor_axis")
             used = {*sequence_axes_of(call), *call.manual}
             used |= set(flat_names(*(_argument(call, name) for name in names)))
+            if call.place in traced:
+                used |= traced[call.place].used
             axes = [axis for axis in mesh.axis_names if axis not in used]
         for axis in axes:
             if mesh.shape[axis] > 1:
@@ -67,6 +79,7 @@ def replicated_sentences(
     calls: Sequence[WatchedCall],
     mesh: Mesh,
     ring: tuple[str, ...],
+    traced: Mapping[Place, CallAxes],
 ) -> list[str]:
     """A sentence for each mesh axis of :func:`replicated_axes`."""
     sentences = []
@@ -74,7 +87,13 @@ def replicated_sentences(
         several = len(those) == len(calls) > 1
         which = f"all {len(calls)} attention calls" if several else where(those[0], calls)
         more = "" if several or len(those) == 1 else f" and {len(those) - 1} more"
-        if axis in ring:
+        place = those[0].place
+        if axis not in ring and place in traced and traced[place].vmapped:
+            remedy = (
+                f"it is under jax.vmap, which keeps all examples on each device: pass "
+                f"spmd_axis_name={axis!r} to that jax.vmap"
+            )
+        elif axis in ring:
             remedy = f"pass seq_axis={axis!r}: there, each device has whole sequences"
         elif those[0].local:
             remedy = f"shard the batch over {axis!r} in the in_specs of the shard_map"

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from burst_jax.attention.watch import Place, WatchedCall
 from burst_jax.jax_compat import source_lines
+from burst_jax.layouts.permutation import zone_size
 from burst_jax.verify.calls import options_that_differ, sequence_axes_of, where
 from burst_jax.verify.lockstep import Origin
 from burst_jax.verify.program import Step, equations
@@ -57,6 +58,14 @@ class Sentences:
         one: Sequence[WatchedCall],
     ) -> None:
         self.mesh, self.layout, self.calls, self.one = mesh, layout, calls, one
+        # Remedies: in a balanced layout no function restores the order inside of a model.
+        self.restore = "restore natural order for it (from_layout)"
+        self.positions = "the batch's positions (burst_jax.positions)"
+        self.before = "before to_layout"
+        if zone_size(layout) is not None:
+            self.restore = "use zigzag, and restore natural order for it (from_layout)"
+            self.positions = "the batch's positions"
+            self.before = "before documents are placed"
 
     def all(self, origins: Sequence[Origin]) -> list[str]:
         """One sentence for each line of user code."""
@@ -107,21 +116,20 @@ class Sentences:
         if step.name == "conv_general_dilated":
             return (
                 f"a convolution {line} mixes neighbouring tokens by index, which are not "
-                f"neighbours in the {self.layout} layout: restore natural order for it "
-                "(from_layout), or use the contiguous layout"
+                f"neighbours in the {self.layout} layout: {self.restore}, or use the contiguous "
+                "layout"
             )
         if step.name in _SHIFTS:
             return self.shift(step, line)
         if step.name in _RUNNING:
             return (
                 f"{step.name} {line} runs over the tokens by index, which is not their order in "
-                f"the {self.layout} layout: compute it where batches are made, before to_layout"
+                f"the {self.layout} layout: compute it where batches are made, {self.before}"
             )
         if step.name in ("scan", "while"):
             return (
                 f"a loop {line} runs over the tokens by index, or carries a value from one to the "
-                f"next, which is not their order in the {self.layout} layout: restore natural "
-                "order for it (from_layout)"
+                f"next, which is not their order in the {self.layout} layout: {self.restore}"
             )
         return None
 
@@ -142,9 +150,9 @@ class Sentences:
             made = "depends on the index of a token alone (like a linspace or a mask)"
         return (
             f"an array made{source} {made} and is combined {line} with tokens in the "
-            f"{self.layout} layout, whose index is not their position: use the batch's positions "
-            "(burst_jax.positions) for RoPE, position embeddings and masks, and let "
-            "burst_jax.check_positions check them in training"
+            f"{self.layout} layout, whose index is not their position: use {self.positions} for "
+            "RoPE, position embeddings and masks, and let burst_jax.check_positions check them in "
+            "training"
         )
 
     def shift(self, step: Step, line: str) -> str:
@@ -154,12 +162,12 @@ class Sentences:
             return (
                 f"{step.name} {line} shifts or picks token ids by index, after the "
                 f"permutation to the {self.layout} layout: the next id in the array is not the "
-                "next token; shift targets in natural order, before to_layout"
+                f"next token; shift targets in natural order, {self.before}"
             )
         return (
             f"{step.name} {line} reads other tokens by index (a shift, or x[:, -1]), and in "
-            f"the {self.layout} layout other tokens are there: restore natural order for it "
-            "(from_layout), or select tokens by the batch's positions"
+            f"the {self.layout} layout other tokens are there: {self.restore}, or select tokens by "
+            "the batch's positions"
         )
 
     def attention(self, origin: Origin) -> str:
@@ -247,7 +255,7 @@ class Sentences:
         if sums and "div" not in numbers[: sums[-1]]:
             return (
                 ": it sums over devices before it divides, so something before that sum is wrong: "
-                "check positions (burst_jax.positions), the layout and the masks of each call in it"
+                "check positions, the layout and the masks of each call in it"
             )
         return (
             ": it averages each device's own mean, and devices have different numbers of tokens "

@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from burst_jax.attention.watch import WatchedCall, watched
-from burst_jax.layouts.permutation import Layout, check_layout, positions, zone_size
+from burst_jax.attention.watch import Place, WatchedCall, watched
+from burst_jax.layouts.permutation import Layout, check_layout, zone_size
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -32,6 +32,7 @@ from burst_jax.verify.batch import Sizes, named_leaves, path_name
 from burst_jax.verify.cause import Sentences
 from burst_jax.verify.differences import Results, differences
 from burst_jax.verify.lockstep import Lockstep, Order
+from burst_jax.verify.placement import CallAxes, axes_of_calls, whole_sequences
 from burst_jax.verify.program import Program, flat_program, float_dtypes, widened
 from burst_jax.verify.report import Cost, Difference, Report
 
@@ -93,7 +94,8 @@ def compare(
         1)`` and for ``layout`` and the ring's size, with the same tokens, and arrays that are not
         in ``layout`` are reported.
       mesh: the mesh, with devices of one process.
-      layout: the layout on the mesh, see :func:`burst_jax.to_layout`.
+      layout: the layout on the mesh, see :func:`burst_jax.to_layout`; a balanced one is the result
+        of :func:`burst_jax.training.balanced_layout` for the batch's documents.
       seq_axis: mesh axis, or axes, of the ring.
       batch_axis: mesh axis, or axes, that shard B. None is what the attention calls have as
         ``batch_axis``.
@@ -163,13 +165,25 @@ class _Comparison:
         batch, own = batches.of_loader(batch, layout, self.shards)
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
-        # What is wrong with it is reported, and the losses get the batch in the layout.
-        self.wrong_order = batches.wrong_order(own, self.batch, self.sizes, layout, self.shards)
         self.cost = Cost({}, {})
         alone = one_device(mesh)
-        self.one = self._side("one device", make_loss, alone, "contiguous", params, ())
-        self.segment_names = self._segment_names(self.one)
-        self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis)
+        natural = batches.index_of("contiguous", self.sizes, 1)
+        self.one = self._side("one device", make_loss, alone, "contiguous", params, (), natural)
+        self.segment_names = names = self._segment_names(self.one)
+        original = self.batch
+        if zone_size(layout) is None:
+            self.index = batches.index_of(layout, self.sizes, self.shards)
+        else:
+            self.batch, self.index = batches.balanced(
+                self.batch, self.sizes, layout, self.shards, names
+            )
+            self.one.batch = batches.place(self.batch, self.sizes, alone, (), self.ring)
+        # What is wrong with it is reported, and the losses get the batch in the layout.
+        self.wrong_order = batches.wrong_order(
+            own, batches.in_layout(self.batch, self.sizes, self.index), original, self.sizes,
+            layout, self.shards,
+        )  # fmt: skip
+        self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis, self.index)
         self.names = [path_name(path) for path, x in _leaves(self.one.params) if _is_float(x)]
         if not self.names:
             raise ValueError("params has no floating array: there is no gradient to compare")
@@ -182,6 +196,7 @@ class _Comparison:
         layout: Layout,
         params: Any,
         batch_axis: AxisNames,
+        index: np.ndarray,
     ) -> _Side:
         with jax.set_mesh(mesh):
             loss = make_loss(mesh, layout)
@@ -191,8 +206,7 @@ class _Comparison:
                     "loss(params, batch)"
                 )
             params = jax.tree.map(lambda x: _on_mesh(x, mesh), params)
-            shards = self.shards if name == "mesh" else 1
-            arrays = batches.in_layout(self.batch, self.sizes, layout, shards)
+            arrays = batches.in_layout(self.batch, self.sizes, index)
             tokens, rows = self.ring, flat_names(batch_axis)
             placed = batches.place(arrays, self.sizes, mesh, rows, tokens)
             side = _Side(name, mesh, loss, params, placed, [])
@@ -248,11 +262,14 @@ class _Comparison:
             losses["reference"] = reference[0]
         there, one = ((side.value, side.gradients) for side in (self.there, self.one))
         loss, gradients = differences(self.names, there, one, reference, dtype)
-        replicated = watched_calls.replicated_axes(self.there.calls, self.mesh)
+        traced, whole = self._placement()
+        replicated = watched_calls.replicated_axes(self.there.calls, self.mesh, traced)
         problems = self.wrong_order + self._problems_of_batch()
         problems += watched_calls.replicated_sentences(
-            replicated, self.there.calls, self.mesh, self.ring
+            replicated, self.there.calls, self.mesh, self.ring, traced
         )
+        if not set(replicated) & set(self.ring):  # Else the attention has whole sequences.
+            problems += whole
         problems += watched_calls.without_segments(self.there.calls)
         causes = watched_calls.wrong_layouts(self.there.calls, self.layout, self.ring)
         different = [each for each in (loss, *gradients) if not each.passed]
@@ -348,9 +365,22 @@ class _Comparison:
             "weight 0"
         ]
 
+    def _placement(self) -> tuple[dict[Place, CallAxes], list[str]]:
+        """The axes of attention calls on the mesh; a sentence about whole sequences there."""
+        side = self.there
+        _, floats = _value_and_grad(side.loss, side.params)
+        with jax.set_mesh(side.mesh), self._timed(side.name):
+            with watched():
+                closed = jax.make_jaxpr(_loss_of(side.loss, side.params))(floats, side.batch)
+            arguments, count = jax.tree.leaves((floats, side.batch)), len(named_leaves(side.batch))
+            whole = []
+            if self.shards > 1:
+                whole = whole_sequences(closed, arguments, self.sizes, count, self.ring)
+            return axes_of_calls(closed), whole
+
     def _causes(self, loss_passed: bool) -> list[str]:
         """Searches the forward program, or for equal losses the gradient's."""
-        order = Order(self.sizes.batch, positions(self.layout, self.sizes.length, self.shards))
+        order = Order(self.sizes.batch, self.index)
         sentences = Sentences(self.mesh, self.layout, self.there.calls, self.one.calls)
         with self._timed("search"):
             # The gradient's program, which contains the loss's, is searched if that found nothing.
@@ -390,8 +420,6 @@ def _check_arguments(
         raise NotImplementedError("compare runs in one process: use a mesh of its own devices")
     check_has_devices(mesh)
     check_layout(layout)
-    if zone_size(layout) is not None:
-        raise NotImplementedError(f"layout is {layout!r}, which compare does not place: use zigzag")
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     if not callable(make_loss):
         raise ValueError(

@@ -16,7 +16,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,49 +33,113 @@ _HARMLESS = 1e-6
 _MOST_TRIES = 12
 
 
+# Runs of dimensions (first, end, lead), each ``[lead, T]`` in one, that are in the layout's order.
+Choice = tuple[tuple[int, int, int], ...]
+
+
+class Ordered(NamedTuple):
+    """The shape of an array, and which runs of its dimensions are in the layout's order."""
+
+    shape: tuple[int, ...]
+    choice: Choice
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """The permutation of the layout, applied to arrays of any shape.
 
     Attributes:
       batch: B.
-      permutation: ``[T]``: index i of the layout holds token ``permutation[i]``.
+      index: ``[1, T]``, or ``[B, T]`` if sequences differ in their order: place i of the layout
+        holds token ``index[b, i]`` of sequence b.
     """
 
     batch: int
-    permutation: np.ndarray
+    index: np.ndarray
 
     @property
     def length(self) -> int:
         """T."""
-        return len(self.permutation)
+        return self.index.shape[1]
 
     def sequences(self, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
         """``(first, end, lead)`` of each run of dimensions that is ``[lead, T]`` in one."""
         single = [(i, i + 1, 1) for i, size in enumerate(shape) if size == self.length > 1]
         tokens = self.batch * self.length
         single += [(i, i + 1, self.batch) for i, size in enumerate(shape) if size == tokens > 1]
+        single = [run for run in sorted(set(single)) if self._splits(shape, run) is not None]
         if single or self.length == 1:
-            return sorted(set(single))[:3]
+            return single[:3]
         # Chunks of tokens, [B, n, T / n]. The first dimension is the batch.
         for first in range(1, len(shape)):
             for end in range(first + 2, len(shape) + 1):
-                if shape[first] > 1 and math.prod(shape[first:end]) == self.length:
-                    return [(first, end, 1)]
+                run = first, end, 1
+                if (
+                    shape[first] > 1
+                    and math.prod(shape[first:end]) == self.length
+                    and self._splits(shape, run) is not None
+                ):
+                    return [run]
         return []
 
-    def choices(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, int, int], ...]]:
+    def is_shared(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array has one order for sequences that differ in theirs, like an arange."""
+        return (
+            len(self.index) > 1
+            and any(size in (self.length, self.batch * self.length) for size in shape)
+            and not self.sequences(shape)
+        )
+
+    def expected(self, shape: tuple[int, ...], inputs: Sequence[Ordered]) -> Choice:
+        """Which runs should be in the layout's order, of a step's result that agrees with none.
+
+        A dimension of B T or T elements may be no tokens, but a vocabulary or features. Those of an
+        input of the same rank, by their place, say which are; without one ``[B, T, ...]`` does.
+        """
+        runs = self.sequences(shape)
+        alike = [each for each in inputs if len(each.shape) == len(shape)]
+        alike.sort(key=lambda each: each.shape != shape)
+        for each in alike:
+            if set(runs) & set(self.sequences(each.shape)):
+                other = [run for run in runs if run not in self.sequences(each.shape)]
+                return tuple(sorted({*(run for run in runs if run in each.choice), *other}))
+        first = [run for run in runs if run[:2] == (1, 2) and shape[0] == self.batch]
+        return tuple(first or runs)
+
+    def _splits(
+        self, shape: tuple[int, ...], run: tuple[int, int, int]
+    ) -> tuple[int, int, int, int] | None:
+        """Sizes of what is before the batch, of the batch, between it and the tokens, and after.
+
+        None if sequences differ in their order and no dimension can be the batch.
+        """
+        first, end, lead = run
+        head, tail = math.prod(shape[:first]), math.prod(shape[end:])
+        if len(self.index) == 1:
+            return head * lead, 1, 1, tail
+        if lead == self.batch:
+            return head, lead, 1, tail
+        places = [i for i in range(first) if shape[i] == self.batch]
+        if not places:
+            return None
+        place = 0 if places[0] == 0 else places[-1]
+        return math.prod(shape[:place]), self.batch, math.prod(shape[place + 1 : first]), tail
+
+    def choices(self, shape: tuple[int, ...]) -> list[Choice]:
         """Which runs of dimensions may be in the layout's order: from all of them to none."""
         runs = self.sequences(shape)
         counts = range(len(runs), -1, -1)
         return [choice for k in counts for choice in itertools.combinations(runs, k)]
 
-    def apply(self, x: np.ndarray, choice: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+    def apply(self, x: np.ndarray, choice: Choice) -> np.ndarray:
         """``x`` with these runs of dimensions permuted from natural order to the layout."""
-        for first, end, lead in choice:
-            shape = x.shape
-            head, tail = math.prod(shape[:first]), math.prod(shape[end:])
-            x = x.reshape(head, lead, self.length, tail)[:, :, self.permutation].reshape(shape)
+        for run in choice:
+            splits = self._splits(x.shape, run)
+            assert splits is not None
+            before, batch, between, after = splits
+            parts = x.reshape(before, batch, between, self.length, after)
+            index = self.index.reshape(1, batch, 1, self.length, 1)
+            x = np.take_along_axis(parts, index, 3).reshape(x.shape)
         return x
 
 
@@ -195,6 +259,7 @@ class Lockstep:
         values = _values(self.mesh, mesh_inputs)
         # Where an array in natural order comes from, by its number.
         natural: dict[int, Step | str] = {}
+        self.ordered: dict[int, Ordered] = {}
         pairs = zip(self.mesh.inputs, self.one.inputs, self.names, strict=True)
         for mine, theirs, name in pairs:
             self._note(natural, mine, host(values[mine]), host(ones[theirs]), f"input {name}")
@@ -245,8 +310,13 @@ class Lockstep:
             x, y = host(values[mine]), host(ones[theirs])
             choices = self.order.choices(x.shape)
             fits = [c for c in choices if agrees(x, self.order.apply(y, c), rounding)]
-            choice, wrong = (fits or choices)[0], wrong or not fits
-            if len(choices) > 1:
+            if fits:
+                choice = fits[0]
+            else:
+                wrong, known = True, (self.ordered[n] for n in numbers if n in self.ordered)
+                choice = self.order.expected(x.shape, list(known))
+            self.ordered[mine] = Ordered(x.shape, choice)
+            if len(choices) > 1 or self.order.is_shared(x.shape):
                 is_natural = bool(fits) and not choice
             else:
                 # A part of the sequence, x[:, 1:], is corrected to that of the natural order.
@@ -276,7 +346,9 @@ class Lockstep:
     ) -> None:
         choices = self.order.choices(x.shape)
         fits = [c for c in choices if agrees(x, self.order.apply(y, c), 0.0)]
-        if fits and not fits[0] and len(choices) > 1:
+        if fits:
+            self.ordered[number] = Ordered(x.shape, fits[0])
+        if fits and not fits[0] and (len(choices) > 1 or self.order.is_shared(x.shape)):
             natural[number] = name
 
     def _of_constant(self, natural: dict[int, Step | str], number: int, x: np.ndarray) -> None:

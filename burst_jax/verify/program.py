@@ -99,12 +99,12 @@ class Program:
     results: list[Value]
 
 
-def flat_program(closed: ClosedJaxpr) -> Program:
-    """A traced program without nested calls; scans with attention inside are unrolled.
+def flat_program(closed: ClosedJaxpr, unroll: bool = True) -> Program:
+    """A traced program without nested calls; with ``unroll`` scans with attention are unrolled.
 
     The library's own jitted functions stay single steps, and so do loops and ``shard_map``.
     """
-    flat = _Flattener()
+    flat = _Flattener(unroll)
     constants = [(flat.number(), value) for value in closed.consts]
     inputs = [flat.number() for _ in closed.jaxpr.invars]
     names = [number for number, _ in constants]
@@ -117,7 +117,8 @@ def flat_program(closed: ClosedJaxpr) -> Program:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, unroll: bool) -> None:
+        self.unrolls = unroll
         self.steps: list[Step] = []
         self.count = 0
         # Copies of a loop's body share its compiled operations.
@@ -157,7 +158,7 @@ class _Flattener:
                 known = [Known(value) for value in getattr(body, "consts", ())]
                 return self.inline(inner, known, given, place if is_library(source) else caller)
             file = source
-        elif name == "scan" and body is not None and _has_unit(body):
+        elif self.unrolls and name == "scan" and body is not None and _has_unit(body):
             return self.unroll(equation, given, caller)
         outputs = [self.number() for _ in equation.outvars]
         self.steps.append(
@@ -227,6 +228,16 @@ def _has_unit(jaxpr: Any) -> bool:
         equation.primitive.name == "shard_map" or equation.params.get("name") in ATTENTION
         for equation in equations(jaxpr)
     )
+
+
+def calls_of_attention(closed: ClosedJaxpr) -> list[tuple[Any, Place | None]]:
+    """The equations that call this library's attention, and the line of each."""
+    return [
+        (equation, _place(equation, None)[0])
+        for equation in equations(closed.jaxpr)
+        if equation.params.get("name") in ATTENTION
+        and function_file(equation.params["jaxpr"].jaxpr).startswith(_PACKAGE)
+    ]
 
 
 def equations(jaxpr: Any) -> list[Any]:

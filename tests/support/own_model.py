@@ -128,13 +128,19 @@ class LinenModel(linen.Module):
         return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
 
-def packed(first=1):
+def packed_rows(first=1):
     """Two documents and padding in each sequence; ``first`` is the number of the first one."""
     rows = np.random.default_rng(0).integers(1, VOCABULARY, (BATCH, LENGTH + 1))
     ids = np.full_like(rows, first)
     ids[0, 23:], ids[1, 41:] = first + 1, first + 1
     if first:
         rows[:, 60:], ids[:, 60:] = 0, 0
+    return rows, ids
+
+
+def packed(first=1):
+    """A batch of :func:`packed_rows`."""
+    rows, ids = packed_rows(first)
     return make_batch(rows, segment_ids=ids)
 
 

@@ -14,9 +14,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
-from own_model import make_loss_of, packed, parameters
+from own_model import make_loss_of, packed, packed_rows, parameters
 
+import burst_jax
 from burst_jax import to_layout, verify
+from burst_jax.layouts.documents import place_documents
+from burst_jax.training import make_batch
 from burst_jax.verify import batch as batches
 
 LINE = r"own_model\.py:\d+"
@@ -188,7 +191,8 @@ def test_a_loader_that_permutes():
     where = "batch('zigzag', 2) returns arrays in"
     assert problem == f"{where} the zigzag layout over 4 shards: {remedy}"
     sizes = batches.sizes_of(packed(), 2, "zigzag")
-    (problem,) = batches.wrong_order(packed(), packed(), sizes, "zigzag", 2)
+    wanted = batches.in_layout(packed(), sizes, batches.index_of("zigzag", sizes, 2))
+    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, "zigzag", 2)
     assert problem == f"{where} natural order: {remedy}"
 
 
@@ -282,6 +286,18 @@ def tuple_loss(mesh, layout):
             "params has no floating array: there is no gradient to compare",
         ),
         ({"layout": "zig"}, "layout is 'zig'"),
+        (
+            {"layout": "balanced:0", "batch": packed() | {"segment_ids": None}},
+            "layout is 'balanced:0', which places documents, and batch has no segment ids: add int",
+        ),
+        (
+            {"layout": "balanced:0", "batch": packed() | {"segment_ids": np.ones((2, 64), int)}},
+            "layout is 'balanced:0', of other documents than those of batch: .*; use zone=",
+        ),
+        (
+            {"layout": "balanced:0", "batch": packed() | {"table": np.ones(64)}},
+            r"batch has table of shape \(64,\), and layout is 'balanced:0', .*: make it \(2, 64\)",
+        ),
         ({"seq_axis": "ring"}, "seq_axis is 'ring'"),
     ],
 )
@@ -290,9 +306,108 @@ def test_wrong_arguments_raise(options, message):
         quick(options.pop("batch", packed()), **options)
 
 
-def test_balanced_layouts_raise():
-    with pytest.raises(NotImplementedError, match="layout is 'balanced:0', which compare does not"):
-        quick(packed(), layout="balanced:0")
+def balanced_of(batch):
+    """The balanced layout over two shards."""
+    return place_documents(np.asarray(batch["segment_ids"]), 2)[1][0].layout
+
+
+def placed_model(mistake=None):
+    """``make_loss`` with attention and RoPE by the batch's positions, for any layout."""
+
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            x = params["layer0/embed"][batch["inputs"]]
+            x = x + jnp.sin(0.1 * batch["positions"][..., None])
+            if mistake == "arange":
+                x = x + jnp.cos(jnp.arange(x.shape[1], dtype=jnp.float32))[:, None]
+            if mistake == "shift":
+                x = x + jnp.roll(x, 1, 1)
+            heads = x.reshape(*x.shape[:2], 2, 4)
+            ids, options = batch["segment_ids"], {}
+            if layout.startswith("balanced"):
+                positions = batch["positions"]
+                options = {"query_positions": positions, "key_value_positions": positions}
+            out = burst_jax.burst_attention(
+                heads, heads, heads, mesh=mesh, batch_axis="data", layout=layout, is_causal=True,
+                query_segment_ids=ids, key_value_segment_ids=ids, **options,
+            ).reshape(x.shape)  # fmt: skip
+            return jnp.sum(jnp.sum(out**2, -1) * batch["weights"]) * params["scales"][0]
+
+        return loss
+
+    return make_loss
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (None, None),
+        (
+            "arange",
+            r"^an array made at .* counts tokens by index \(an arange\) .* balanced:\d+ lay",
+        ),
+        pytest.param("shift", "^slice at .* and in the balanced.*: use zigzag, and", marks=SLOW),
+    ],
+)
+def test_balanced_layouts(mistake, sentence):
+    """Each sequence has an order of its own, with padding."""
+    batch = packed()
+    layout = balanced_of(batch)
+    report = quick(batch, placed_model(mistake), layout=layout, gradients=mistake is None)
+    if sentence is None:
+        assert report.passed, report
+        assert report.layout == layout != "balanced:0"
+        return
+    # The last token, which is padding, is shifted to the first.
+    (problem,) = [each for each in report.problems if "and the loss depends on them" not in each]
+    assert re.search(sentence, problem), problem
+
+
+@pytest.mark.parametrize("vocabulary", [64, 128])
+def test_a_vocabulary_of_as_many_ids_as_tokens_is_no_sequence(vocabulary):
+    """Neither of T ids nor of B T: what ``one_hot`` compares tokens with are no positions."""
+    random = np.random.default_rng(0)
+    batch = make_batch(random.integers(0, vocabulary, (2, 65)))
+    weights = {"head": random.normal(size=(8, vocabulary)).astype(np.float32)}
+
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            ids = batch["inputs"]
+            logits = jnp.sin(0.1 * ids[..., None] * jnp.arange(8)) @ params["head"]
+            late = jax.nn.one_hot(ids[:, 1:], vocabulary) * logits[:, :-1]
+            right = jax.nn.one_hot(batch["targets"], vocabulary) * jnp.cumsum(logits, 1)
+            return late.mean() + right.mean()
+
+        return loss
+
+    report = quick(batch, make_loss, weights, gradients=False)
+    # Both slices are of one line.
+    assert sorted(each.split(" at ")[0] for each in report.problems) == ["cumsum", "slice"]
+
+
+def test_a_loader_for_a_balanced_layout():
+    rows, ids = packed_rows()
+    natural: Any = make_batch(rows, segment_ids=ids)
+    layout = balanced_of(natural)
+
+    def load(layout, num_shards):
+        return make_batch(rows, segment_ids=ids, layout=layout, num_shards=num_shards)
+
+    assert quick(load, layout=layout, gradients=False).passed
+
+    def shifted_late(layout, num_shards):
+        batch: Any = load(layout, num_shards)
+        return batch | {"targets": np.roll(batch["inputs"], -1, 1)}
+
+    (problem,) = quick(shifted_late, layout=layout, gradients=False).problems
+    assert re.match(rf"batch\('{layout}', 2\) has targets in another order than the la", problem)
+
+    def in_zigzag(layout, num_shards):
+        natural = load("contiguous", 1)
+        return natural if num_shards == 1 else to_layout(natural, "zigzag", num_shards)
+
+    (problem,) = quick(in_zigzag, layout=layout, gradients=False).problems
+    assert "returns arrays in the zigzag layout over 2 shards: pass layout='balanced" in problem
 
 
 def test_a_loss_that_is_reduced_right_is_not_called_a_mean_of_means():

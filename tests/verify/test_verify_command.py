@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import hf_models
 import numpy as np
@@ -29,6 +30,13 @@ def test_a_checkpoint_passes_on_a_mesh(folder, capsys):
 
 
 @pytest.mark.slow
+def test_a_balanced_layout_has_the_zone_of_the_documents(folder, capsys):
+    options = ["--model", str(folder), "--mesh", "fsdp=2,seq=2", "--seq-len", "64", "--loss-only"]
+    assert command.main([*options, "--layout", "balanced"]) == 0
+    assert re.match(r"balanced:[1-9]\d* on fsdp=2,seq=2, float32", capsys.readouterr().out)
+
+
+@pytest.mark.slow
 def test_a_failure_is_reported_by_the_exit_code(folder, capsys, monkeypatch, tmp_path):
     def counted_from_zero(batch, length, vocabulary, seed):
         rows = np.random.default_rng(seed).integers(0, vocabulary, (batch, length + 1))
@@ -52,10 +60,10 @@ def test_a_report_that_cannot_be_written_is_printed(capsys, monkeypatch, tmp_pat
         Difference("loss", 0.0, None, 3e-5), (), None, (), (), Cost({}, {}),
     )  # fmt: skip
     monkeypatch.setattr(command, "_compare", lambda args, mesh: report)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as raised:
         command.main(["--model", str(tmp_path), "--json", "/dev/full"])
     out, err = capsys.readouterr()
-    assert stop.value.code == 2
+    assert raised.value.code == 2
     assert out == f"{report}\n"
     missing = "no reference in a wider dtype: doubled is written for its dtype; limits are those of"
     assert f"{missing} float32\n" in out
