@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import os
+import math
 import socket
 import sys
 import threading
@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 
 from burst_jax.errors import check_integer
 from burst_jax.parallel.processes import is_main
+
+# Seconds of a StallGuard: its longest timeout, and what its stacks are printed after its name.
+_LONGEST, _AFTER_NAME = 1e9, 1
 
 
 class Profile:
@@ -79,8 +82,12 @@ class StallGuard:
     """Ends this process if :meth:`alive` is not called for ``timeout`` seconds.
 
     JAX detects a dead process, but not one that hangs on a disk, a lock or a GPU while the others
-    wait for it in a collective. Each process prints its index, its host and the stack of each
-    thread, and exits with code 1; the one that is not in a collective is the culprit.
+    wait for it in a collective. Each process prints its index and its host, a second later the
+    stack of each thread, and exits with code 1; the one that is not in a collective is the culprit.
+
+    The stacks and the exit are those of ``faulthandler.dump_traceback_later``, whose thread needs
+    no interpreter lock: a process that hangs in a C function which holds the lock prints no index,
+    but ends, too. There is one such timer per process, so there is one StallGuard at a time.
 
     The clock starts at the first :meth:`alive`, so compilation of the first step does not count.
 
@@ -88,14 +95,19 @@ class StallGuard:
       timeout: seconds, longer than the longest step, evaluation and checkpoint between two calls.
 
     Raises:
-      ValueError: ``timeout`` is not positive.
+      ValueError: ``timeout`` is not positive, or above 10**9 seconds; on entering, the process is
+        in another StallGuard.
     """
 
+    _active: ClassVar[bool] = False
+
     def __init__(self, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}: it must be positive")
+        if not 0 < timeout <= _LONGEST:
+            raise ValueError(
+                f"timeout is {timeout}: it must be positive, and at most {_LONGEST:g} seconds"
+            )
         self._timeout = timeout
-        self._last: float | None = None
+        self._deadline = math.inf
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall_guard", daemon=True)
         # Queried now, because a hanging device may block the query later.
@@ -104,20 +116,30 @@ class StallGuard:
         )
 
     def __enter__(self) -> Self:
+        if StallGuard._active:
+            raise ValueError("this process has a StallGuard already: leave that one first")
+        StallGuard._active = True
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
+        faulthandler.cancel_dump_traceback_later()
+        StallGuard._active = False
         self._thread.join()
 
     def alive(self) -> None:
         """Resets the clock."""
-        self._last = time.monotonic()
+        self._deadline = time.monotonic() + self._timeout
+        # Standard error's descriptor: sys.stderr may be an object without one.
+        faulthandler.dump_traceback_later(self._timeout + _AFTER_NAME, exit=True, file=2)
 
     def _watch(self) -> None:
-        while not self._end.wait(self._timeout / 20):
-            if self._last is not None and time.monotonic() - self._last > self._timeout:
+        """Prints what faulthandler cannot: which process it is."""
+        left = self._timeout
+        while not self._end.wait(max(0, min(left, self._timeout))):
+            left = self._deadline - time.monotonic()
+            if left <= 0:
                 sys.stdout.flush()
                 print(
                     f"{self._name} exits: no step has completed for {self._timeout:g} s. "
@@ -125,8 +147,7 @@ class StallGuard:
                     file=sys.stderr,
                     flush=True,
                 )
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)
+                return
 
 
 def device_memory() -> int | None:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -32,7 +32,7 @@ _LINES = 20
 
 
 class NonFinite(ArithmeticError):
-    """The loss or the gradient norm is infinite or NaN.
+    """The loss, the gradient norm or the norm of the weights is infinite or NaN.
 
     Attributes:
       step: the step at which it was found.
@@ -69,6 +69,9 @@ class RunLog:
     Lines that cannot be read, like those with an invalid byte, are reported, and the file with them
     is kept under such a name. One RunLog at a time may write in a folder: a second run raises until
     the first has closed its log or has ended, see :meth:`Checkpoints.lock`.
+
+    Throughput and MFU are those of the last 20 steps, without the first one, which compiles, and
+    without what :meth:`untimed` encloses.
 
     With several processes all create a RunLog and call :meth:`step`; process 0 writes and prints.
 
@@ -118,6 +121,7 @@ class RunLog:
         self._checkpoints = checkpoints
         self._guard = None if stall_timeout is None else StallGuard(stall_timeout)
         self._times: deque[float] = deque(maxlen=_WINDOW)
+        self._untimed = 0.0
         self.history: list[dict[str, Any]] = []
         self._first, self._every = start + 1, max(1, steps // _LINES)
         self._curves = self._bar = None
@@ -208,9 +212,24 @@ class RunLog:
         elif step in (self._first, self._steps) or step % self._every == 0:
             print(f"step {step}/{self._steps}  {self._text(record)}", flush=True)
 
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Encloses what is no part of a step, and leaves its time out of throughput and MFU. ::
+
+            with log.untimed():
+                checkpoints.save(step, state)
+
+        Checkpoints, evaluations and compilations are such; one must not enclose another.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._untimed += time.perf_counter() - start
+
     def _speed(self) -> dict[str, float]:
         """Throughput, MFU and memory; throughput from the second step on."""
-        self._times.append(time.perf_counter())
+        self._times.append(time.perf_counter() - self._untimed)
         measured: dict[str, float] = {}
         # The first step compiles, so the clock starts when it ends.
         if len(self._times) > 1:

@@ -9,11 +9,10 @@ import json
 import math
 import os
 import pty
-import queue
 import re
+import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ from burst_jax.training import (
     RunLog,
     StallGuard,
     device_memory,
-    monitoring,
     run_log,
 )
 from pallas_kernels import XLA
@@ -68,6 +66,21 @@ def test_each_step_is_a_line_with_its_speed(tmp_path, monkeypatch, capsys):
     assert "left" not in shown[-1]
     for seconds, text in ((0.4, "0 s"), (59.4, "59 s"), (3600, "1 h 0 min"), (187300, "2 d 4 h")):
         assert run_log.duration(seconds) == text
+
+
+def test_throughput_leaves_out_what_is_no_step(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    with make_log(tmp_path) as log:
+        for step in range(1, 6):
+            now[0] += 100 if step == 1 else 2  # The first one compiles.
+            log.step(step, GOOD)
+            if step in (2, 4):
+                with contextlib.suppress(OSError), log.untimed():
+                    now[0] += 50
+                    raise OSError
+    monkeypatch.undo()
+    assert [line.get("tokens_per_second") for line in lines(tmp_path)] == [None, *[50.0] * 4]
 
 
 def test_memory_without_mfu_and_infinite_metrics(tmp_path, monkeypatch, capsys):
@@ -208,20 +221,51 @@ def test_a_metric_that_is_not_finite_ends_the_run_and_names_the_last_checkpoint(
             log.step(1, GOOD | {"loss": math.nan})
 
 
-def test_a_stalled_process_exits_with_its_stacks(monkeypatch, capfd):
-    codes: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(monitoring, "os", SimpleNamespace(_exit=codes.put))
-    with StallGuard(0.5) as guard:
-        time.sleep(0.7)  # Compiling, say.
-        for _ in range(3):
-            guard.alive()
-            time.sleep(0.3)
-        assert codes.empty()
-        assert codes.get(timeout=10) == 1
-    printed = capfd.readouterr().err
-    message = r"process 0 of 1 on \S+ exits: no step has completed for 0.5 s. Its threads are at:"
-    assert re.search(message, printed)
-    assert "in test_a_stalled_process_exits_with_its_stacks" in printed
+STALL = """
+import ctypes, sys, time
+from burst_jax.training import StallGuard
+with StallGuard(2) as guard:
+    time.sleep(3.5)  # Compiling, say.
+    for _ in range(3):
+        guard.alive()
+        time.sleep(1)
+    print("stalls", flush=True)
+    if sys.argv[1] == "left":
+        guard.__exit__()
+        time.sleep(3.5)
+        sys.exit(0)
+    if sys.argv[1] == "lock":
+        ctypes.PyDLL(None).sleep(600)  # Holds the interpreter's lock.
+    time.sleep(600)
+"""
+
+
+def test_a_stalled_process_exits_with_its_stacks():
+    """Also one whose other threads cannot run, but none that has left the guard."""
+    programs = [[sys.executable, "-c", STALL, kind] for kind in ("sleep", "lock", "left")]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(each, **options)) for each in programs]
+        for process in processes:
+            stack.callback(process.kill)
+        ends = [process.communicate(timeout=400) for process in processes]
+    left, (_, errors) = processes.pop(), ends.pop()
+    assert left.returncode == 0, errors
+    for process, (out, err) in zip(processes, ends, strict=True):
+        assert (process.returncode, out) == (1, "stalls\n"), err
+        assert re.search(r"Timeout .*\n(.|\n)*most recent call first.*\n(.|\n)*<string>", err)
+    name = r"process 0 of 1 on \S+ exits: no step has completed for 2 s. Its threads are at:\nT"
+    assert re.search(name, ends[0][1])
+
+
+def test_one_guard_at_a_time():
+    with StallGuard(100), pytest.raises(ValueError, match="has a StallGuard already"):
+        StallGuard(100).__enter__()
+    with StallGuard(100) as guard:
+        guard.alive()
+    for timeout in (0, -1.0, math.nan, 1e10):
+        with pytest.raises(ValueError, match=r"timeout is .*: it must be positive, and at most"):
+            StallGuard(timeout)
 
 
 def test_a_log_guards_its_run_and_writes_curves(tmp_path, monkeypatch):
@@ -231,7 +275,7 @@ def test_a_log_guards_its_run_and_writes_curves(tmp_path, monkeypatch):
             for step in range(start + 1, 5):
                 log.step(step, GOOD)
             assert log._guard is not None
-            assert log._guard._last is not None  # Each step resets its clock.
+            assert log._guard._deadline < math.inf  # Each step resets its clock.
     assert not any(thread.name == "stall_guard" for thread in threading.enumerate())
     files = list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     assert sum(b"grad_norm" in path.read_bytes() for path in files) == len(files) > 0
