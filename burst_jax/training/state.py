@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +15,10 @@ from burst_jax.models.decoder import Decoder, DecoderConfig, abstract_decoder
 from burst_jax.parallel.mesh import check_has_devices, resolve_mesh
 from burst_jax.parallel.rules import ShardingRules
 from burst_jax.training.optimizer import Optimizer
+
+
+class LowPrecisionWeights(UserWarning):
+    """Weights in 16 bits are to be trained, and would lose most of their updates."""
 
 
 def init_train_state(
@@ -49,6 +54,8 @@ def init_train_state(
       params: state of a decoder with this config, on any devices, resharded to ``rules``; ``seed``
         is then unused. Arrays with the right sharding are not copied, and the first step donates
         them, which deletes the weights of the decoder they came from. None draws random weights.
+        Weights that are trained should be float32, whatever ``config.dtype`` is; for 16 bits there
+        is a warning, :class:`LowPrecisionWeights`.
       **options: further attention options of the decoder, see :class:`burst_jax.models.Decoder`.
 
     Returns:
@@ -62,10 +69,12 @@ def init_train_state(
     check_seed(seed)
     options |= {"mesh": mesh, "rules": rules, "microbatches": microbatches}
     graphdef, shapes, opt_shapes = abstract_train_state(config, optimizer, **options)
+    if params is not None:
+        _check_weights(params, shapes)
+    _warn_of_low_precision(split_trained(shapes)[0])
     shardings = jax.tree.map(lambda x: x.sharding, (shapes, opt_shapes))
     start = transform_of(optimizer).init
     if params is not None:
-        _check_weights(params, shapes)
         params = jax.device_put(params, shardings[0])
         opt_state = jax.jit(start, out_shardings=shardings[1])(split_trained(params)[0])
         return graphdef, params, opt_state
@@ -76,6 +85,19 @@ def init_train_state(
 
     params, opt_state = jax.jit(init, out_shardings=shardings)()
     return graphdef, params, opt_state
+
+
+def _warn_of_low_precision(trained: nnx.State) -> None:
+    """Warns of trained weights in 16 bits; Python shows it once for each call in a program."""
+    for dtype in sorted({str(x.dtype) for x in jax.tree.leaves(trained) if x.dtype.itemsize < 4}):
+        warnings.warn(
+            f"weights that are trained are {dtype}: what a step changes by less than half of a "
+            "weight's last digit is rounded away, at a learning rate of 1e-5 nearly everything; "
+            "keep them in float32, by param_dtype=jnp.float32 of burst_jax.models.load or of the "
+            "config. Computation stays in config.dtype, and LoRA's frozen weights may have 16 bits",
+            LowPrecisionWeights,
+            stacklevel=3,
+        )
 
 
 def _check_weights(params: nnx.State, shapes: nnx.State) -> None:

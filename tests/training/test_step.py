@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import warnings
 from typing import Any
 
 import jax
@@ -18,8 +20,9 @@ from jax.sharding import AxisType
 from meshes import assert_close, make_mesh, mesh_of
 from split_runs import ROWS, SEGMENTS, SMALL, SMALL_STEPS, batch_on, optimizer_of, trained
 
-from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.models import Decoder, Lora, abstract_decoder
 from burst_jax.training import (
+    LowPrecisionWeights,
     evaluate,
     evaluation,
     init_train_state,
@@ -60,7 +63,7 @@ def test_the_optimizer_follows_its_schedule_decays_only_matrices_and_clips():
 
 @functools.cache
 def truth():
-    """``(initial weights, mean loss, its gradients, their norm)`` of :func:`trained`, in float64."""
+    """Of :func:`trained`, in float64: ``(initial weights, mean loss, gradients, their norm)``."""
     run = trained()
     initial = jax.tree.map(lambda x: np.asarray(x, np.float64), run.initial)
     weights = np.float64((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0))
@@ -117,9 +120,11 @@ def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, acc
     params: Any = nnx.state(Decoder(config, mesh=mesh, rngs=nnx.Rngs(0)))
     start = jax.tree.map(lambda x: x.astype(param_dtype), initial)
     nnx.replace_by_pure_dict(params, jax.tree.map(jnp.array, start))
-    graphdef, params, state = init_train_state(
-        config, sgd, mesh, 0, params=params, layout="contiguous"
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LowPrecisionWeights)
+        graphdef, params, state = init_train_state(
+            config, sgd, mesh, 0, params=params, layout="contiguous"
+        )
     batch: Any = make_batch(ROWS, segment_ids=SEGMENTS)
     # Copies of the batch: the mean is the same, the sum is not.
     batch = jax.tree.map(lambda x: np.tile(x, (accumulate, 1)), batch)
@@ -178,6 +183,18 @@ def test_a_step_over_explicit_axes_is_that_over_auto_axes_and_keeps_shardings():
     assert_close(jax.device_get(state[1].mu), want.first_moments, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_training_weights_in_16_bits_warns(dtype):
+    """But not of frozen ones."""
+    half = dataclasses.replace(SMALL, dtype=dtype, param_dtype=dtype)
+    message = f"are {jnp.dtype(dtype).name}: .* keep them in float32, by param_dtype=jnp.float32 of"
+    with pytest.warns(LowPrecisionWeights, match=message) as caught:
+        init_train_state(half, optax.sgd(1.0), make_mesh(), 0)
+    assert [each.filename for each in caught] == [__file__]
+    # Warnings are errors here.
+    init_train_state(dataclasses.replace(half, lora=Lora(2)), optax.sgd(1.0), make_mesh(), 0)
+
+
 def test_the_dimension_of_the_layers_must_not_be_sharded():
     mesh = make_mesh(2, 2, kind=AxisType.Explicit)
     graphdef, params = abstract_decoder(SMALL, mesh=mesh)
@@ -203,6 +220,8 @@ def test_the_mean_is_over_targets_not_batches():
     result = evaluate(eval_step, params, batches)
     assert (result.nll, result.tokens) == (3.0, 12)
     assert result.perplexity == pytest.approx(np.exp(3.0))
+    sums = iter([(1e6, 1.0)])
+    assert evaluate(eval_step, params, batches[:1])[:2] == (1e6, math.inf)  # Not an OverflowError.
     with pytest.raises(ValueError, match="batches hold no targets"):
         evaluate(eval_step, params, [])
 
