@@ -75,6 +75,26 @@ def folder(text: str) -> Path:
     raise argparse.ArgumentTypeError(f"{shown(text)}: {reason}")
 
 
+def file_or_folder(text: str) -> Path:
+    """A ``type`` of ``add_argument``: a path. Python takes an empty one for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': it must name a file or a folder")
+    return Path(text)
+
+
+def output_file(text: str) -> Path:
+    """A ``type`` of ``add_argument``: a file that can be written, before there is what to write."""
+    try:
+        exists = file_or_folder(text).exists()
+        # Without O_NONBLOCK a pipe would wait for its reader.
+        os.close(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
+        if not exists:
+            os.unlink(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {error.strerror}") from None
+    return Path(text)
+
+
 def use_cpu_devices() -> None:
     """Makes 8 CPU devices, unless ``JAX_NUM_CPU_DEVICES`` is set; no effect with GPUs."""
     if "JAX_NUM_CPU_DEVICES" not in os.environ:

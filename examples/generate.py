@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from perplexity import start_of
 from run_options import tokenizer_of
 
-from burst_jax.command_line import Parser, integer, number, use_cpu_devices
+from burst_jax.command_line import Parser, file_or_folder, integer, number, use_cpu_devices
 from burst_jax.data import TokenizerFile
 from burst_jax.errors import check_integer, printable
 from burst_jax.json_files import read_bounded, read_object
@@ -149,7 +149,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
     add("--prompt", default="", help="text, appended to that of --prompt-file")
     add(
         "--prompt-file",
-        type=Path,
+        type=file_or_folder,
         nargs="+",
         default=[],
         help="text files, one per sequence of the batch",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from run_options import RunConfig, make_lora, model_options
 
 from burst_jax import ShardingRules, models
-from burst_jax.command_line import folder
+from burst_jax.command_line import file_or_folder, folder
 from burst_jax.layouts.permutation import LAYOUTS
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
@@ -32,7 +31,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     """Adds --model, its tokenizer, mesh, layout and dtype to a command line."""
     add = parser.add_argument
     add("--model", type=folder, required=True, help="Hugging Face checkpoint: a folder")
-    add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model)")
+    add("--tokenizer", type=file_or_folder, help="a tokenizer.json (default: that of --model)")
     add("--adapter", type=folder, help="LoRA adapter of the model: a folder, as peft saves it")
     add("--mesh", help="axes and sizes, like fsdp=2,seq=4 (default: seq over all devices)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="sequence layout (default: zigzag)")

@@ -17,7 +17,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jax.sharding import Mesh
 from run_options import tokenizer_of
 
 from burst_jax import ShardingRules
-from burst_jax.command_line import Parser, integer, use_cpu_devices
+from burst_jax.command_line import Parser, file_or_folder, integer, use_cpu_devices
 from burst_jax.data import Corpus, TokenizerFile, open_corpus
 from burst_jax.layouts.permutation import to_layout
 from burst_jax.models import check_trained_length, load_config, trained_length
@@ -156,7 +155,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
     add_inference_options(parser)
     add = parser.add_argument
     add(
-        "--data", type=Path, required=True,
+        "--data", type=file_or_folder, required=True,
         help='text, JSON lines with a "text" key, or .npy arrays of token ids; a file or a folder',
     )  # fmt: skip
     add("--seq-len", type=integer(1), help="tokens (default: 4096, or the model's limit)")
@@ -164,7 +163,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
     add("--packed", action="store_true", help="pack several documents into a sequence")
     add("--batch", type=integer(1), help="batch size (default: data x fsdp x stage of --mesh)")
     add("--check", action="store_true", help="also compute it on one device")
-    add("--out", type=Path, help="folder for perplexity.json")
+    add("--out", type=file_or_folder, help="folder for perplexity.json")
     return parser.parse_args(argv), parser
 
 

@@ -154,6 +154,8 @@ def open_corpus(
     """
     if path is None:
         return python_source()
+    if not str(path):  # pathlib takes it for the current folder.
+        raise ValueError("path is '': name a file or a folder, or use None for Python's source")
     path = Path(path)
     if path.is_dir():
         files = _files_in(path, pattern)

@@ -50,6 +50,10 @@ class Rows(TypedDict):
     segment_ids: np.ndarray | None
 
 
+# Sequences of a batch, each of which is packed from a stream of its own.
+MAX_BATCH = 2**20
+
+
 class Loader(Iterator[Rows]):
     """Token sequences of every batch; each process makes only its own.
 
@@ -87,7 +91,7 @@ class Loader(Iterator[Rows]):
     Args:
       corpus: the documents, see :func:`burst_jax.data.open_corpus`.
       seq_len: tokens per sequence of the model; each has one more, the last target.
-      batch: global batch size, over all processes.
+      batch: global batch size, over all processes, at most 1,048,576.
       rows: batch indices that this loader makes, like ``range(4, 8)``, see
         :func:`burst_jax.data.rows_of_process`; None for all.
       tokens: tokenizer of text, default :class:`burst_jax.data.ByteTokens`; None for arrays.
@@ -122,7 +126,7 @@ class Loader(Iterator[Rows]):
         prefetch: int = 2,
     ):
         self._length = check_integer("seq_len", seq_len, 1) + 1
-        self._batch = check_integer("batch", batch, 1)
+        self._batch = check_integer("batch", batch, 1, MAX_BATCH)
         self._indices = _check_rows(rows, self._batch)
         prefetch = check_integer("prefetch", prefetch, 0)
         self._seed = check_integer("seed", seed, 0)

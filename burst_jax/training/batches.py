@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.validation import check_array, to_int32
+from burst_jax.data.loader import MAX_BATCH
 from burst_jax.errors import check_integer
 from burst_jax.layouts.documents import place_documents
 from burst_jax.layouts.permutation import (
@@ -359,7 +360,7 @@ def rows_here(
 
     Args:
       mesh: mesh of the batch.
-      batch: global batch size.
+      batch: global batch size, at most 1,048,576.
       rules: the decoder's sharding rules, which define the axes; then leave ``batch_axis`` out.
       batch_axis: mesh axis, or axes, that shard B, or None.
 
@@ -370,7 +371,7 @@ def rows_here(
       ValueError: the mesh lacks the axes, they do not divide the batch, or ``batch_axis`` is given
         in addition to ``rules``.
     """
-    mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1)
+    mesh, batch = check_has_devices(mesh), check_integer("batch", batch, 1, MAX_BATCH)
     if rules is not None:
         _check_rules(mesh, rules, batch_axis=(batch_axis, None))
         batch_axis = rules.batch_axes

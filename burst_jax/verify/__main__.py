@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from burst_jax.command_line import Parser, folder, integer, use_cpu_devices
+from burst_jax.command_line import Parser, folder, integer, output_file, use_cpu_devices
 from burst_jax.layouts.permutation import check_layout, padded_length
 from burst_jax.models import abstract_decoder, load
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option
@@ -54,7 +53,7 @@ def _parser() -> Parser:
     add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
     add("--loss-only", action="store_true", help="compare no gradients: less time and memory")
     add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the documents (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="also write the report here")
+    add("--json", type=output_file, metavar="FILE", help="also write the report here")
     return parser
 
 
@@ -118,11 +117,11 @@ def main(argv: list[str] | None = None) -> int:
         mesh = mesh_of_option(args.mesh)
         _check(args, mesh)
         report = _compare(args, mesh)
+        print(report)
         if args.json is not None:
             args.json.write_text(json.dumps(report.record(), indent=1, allow_nan=False) + "\n")
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         parser.error(str(error))
-    print(report)
     return 0 if report.passed else 1
 
 

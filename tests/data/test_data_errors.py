@@ -78,12 +78,15 @@ def test_bad_files_raise(tmp_path):
         path = write(tmp_path / str(index), files) / options.pop("name", "")
         with pytest.raises(ValueError, match=re.escape(message)):
             open_corpus(path, **options)
+    with pytest.raises(ValueError, match="path is '': name a file or a folder, or use None"):
+        open_corpus("")  # For pathlib it is the current folder.
 
 
 LOADERS: list[tuple[dict[str, Any], str]] = [
     ({"seq_len": 0}, "seq_len is 0: it must be an integer, at least 1"),
     ({"seq_len": 8.0}, "seq_len is 8.0: it must be an integer"),
     ({"batch": 0}, "batch is 0: it must be an integer, at least 1"),
+    ({"batch": 10**20}, "batch is 100000000000000000000: it must be an integer, at least 1 and at"),
     ({"epochs": 0}, "epochs is 0: it must be an integer, at least 1"),
     ({"seed": -1}, "seed is -1: it must be an integer, at least 0"),
     ({"prefetch": -1}, "prefetch is -1: it must be an integer, at least 0"),

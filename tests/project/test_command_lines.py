@@ -39,14 +39,20 @@ def prepare(given):
         parser.error(str(error))
 
 
-# Its own axes, and numbers without an upper limit. Adapters need a model: test_fine_tuning.py.
-TRAIN = {"--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))}
+# Its own axes. Adapters need a model: test_fine_tuning.py.
+TRAIN: dict[str, tuple[str, ...]] = {
+    "--mesh": ("bogus=2", "seq=2;tensor=2", *(mesh for mesh in MESHES if mesh != "outer=2"))
+}
 for names, values in (
-    (run_options.AT_LEAST_1, ("0", *NUMBERS[:-1])),
-    (run_options.AT_LEAST_0, NUMBERS[:-1]),
+    (run_options.AT_LEAST_1, ("0", *NUMBERS)),
+    (run_options.AT_LEAST_0, NUMBERS),
+    (run_options.AT_MOST, ("1048577",)),
     (("lr", "stall_timeout"), ("0", "", "x", "-1", "nan", "inf")),
 ):
-    TRAIN |= {run_options.flag(name): values for name in names if name != "lora_rank"}
+    for name in map(run_options.flag, names):
+        if name != "--lora-rank":
+            TRAIN[name] = (*TRAIN.get(name, ()), *values)
+NAMED = ("--tokenizer", "--model", "--out", "--checkpoint-dir")
 SIZES = {f"--{name}": NUMBERS for name in ("lengths", "layers")}
 OUTPUTS = {"--png": ("x", "x.json")}
 # Program: (main, options that are right, option -> values that are wrong).
@@ -62,12 +68,14 @@ PROGRAMS = {
     "perplexity": (
         perplexity.main,
         ["--model={tmp}", "--data={tmp}", "--mesh=data=2"],
-        MODEL | {"--stride": NUMBERS, "--adapter": PATHS, "--out": ("{tmp}/file/x",)},
+        MODEL | {"--stride": NUMBERS, "--adapter": PATHS, "--out": ("", "{tmp}/file/x")},
     ),
     "verify": (
         verify.main,
         ["--model={tmp}", "--mesh=data=2"],
-        MODEL | {"--seq-len": ("7", "1025", *NUMBERS), "--seed": NUMBERS},
+        MODEL
+        | {"--seq-len": ("7", "1025", *NUMBERS), "--seed": NUMBERS}
+        | {"--json": ("", "{tmp}", "{tmp}/file/x", "nowhere/x", "x" * 5000)},
     ),
     "plan": (
         plan.main,
@@ -89,7 +97,7 @@ PROGRAMS = {
     "train_lm": (
         prepare,
         ["--data={tmp}/file", "--out={tmp}/out", "--mesh=seq=2", "--seq-len=64"],
-        TRAIN | {"--data": PATHS[1:]},
+        TRAIN | {"--data": PATHS, **dict.fromkeys(NAMED, ("",))},
     ),
     "linen_model": (linen_model.main, [], {"--steps": ("0", *NUMBERS)}),
 }  # fmt: skip

@@ -146,6 +146,7 @@ TABLE = [
     (lambda: here(SEQ, 4, batch_axis="data"), "batch_axis is 'data': the mesh's axes are 'seq'"),
     (lambda: here(SEQ, 2, rules=SEQ), "rules is a Mesh: it must be a ShardingRules"),
     (lambda: here(SEQ, 0), "batch is 0: it must be an integer, at le"),
+    (lambda: here(SEQ, 10**20), "batch is 100000000000000000000: .* and at most 1048576"),
     (lambda: here(SEQ, "4"), "batch is '4': it must be an integer"),
 ]
 # fmt: on

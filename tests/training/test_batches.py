@@ -58,6 +58,26 @@ def test_padding_alone_makes_segment_ids():
     np.testing.assert_array_equal(natural["weights"], natural["segment_ids"])
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_weights_by_target(layout):
+    """Each from its definition, token by token, for prefixes, documents and given weights."""
+    rng = np.random.default_rng(3)
+    rows, given = rng.integers(0, 9, (6, 13)), rng.uniform(1, 2, (6, 13)).astype(np.float32)
+    prefixes = np.array([0, 1, 2, 7, 12, 13])
+    ids = np.sort(rng.integers(1, 4, (6, 13)), 1)
+    ids[2, 10:] = 0
+    want = np.zeros((6, 12), np.float32)
+    for row, column in np.ndindex(6, 12):
+        target = column + 1
+        in_document = ids[row, column] == ids[row, target] != 0
+        if in_document and target >= prefixes[row]:  # Not one of the first tokens.
+            want[row, column] = given[row, target]
+    batch = make_batch(
+        rows, layout=layout, num_shards=2, weights=given, prefix_lengths=prefixes, segment_ids=ids
+    )
+    np.testing.assert_array_equal(from_layout(batch["weights"], layout, 2), want)
+
+
 @pytest.mark.slow
 def test_prefixes_and_weights():
     """A target in the prefix has no weight, because its input attends to it."""
