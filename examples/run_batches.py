@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +14,10 @@ from run_mesh import BATCH_AXES, ring_size, token_axes
 from run_options import RunConfig
 
 from burst_jax.data import Corpus, Loader, Rows
+from burst_jax.layouts import zone_sizes
 from burst_jax.training import (
     Batch,
+    TrainStep,
     WorkLog,
     balanced_layout,
     make_batch,
@@ -55,12 +59,10 @@ def place(
     args: argparse.Namespace, rows: Rows, mesh: Mesh, work_log: WorkLog | None = None
 ) -> Placed:
     """Makes a batch of this process' sequences and shards it over the mesh."""
-    n, layout = ring_size(mesh), args.layout
-    if layout == "balanced":
-        layout = "contiguous"  # There is nothing to balance without a ring.
-        if n > 1:
-            # All devices run one program, so all processes need one layout.
-            layout = balanced_layout(**rows, num_shards=n, process_local=True)
+    n, (layout, *others) = ring_size(mesh), layouts(args, mesh)
+    if others:
+        # All devices run one program, so all processes need one layout.
+        layout = balanced_layout(**rows, num_shards=n, process_local=True)
     batch = make_batch(**rows, layout=layout, num_shards=n)
     axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
     work = {} if work_log is None else work_log(batch, layout)
@@ -75,7 +77,41 @@ def shapes(args: argparse.Namespace, mesh: Mesh) -> tuple[Any, str]:
         return jax.ShapeDtypeStruct((args.batch, args.seq_len), dtype, sharding=sharding)
 
     tokens = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), array(jnp.int32))
-    n, layout = ring_size(mesh), args.layout
-    if layout == "balanced":
-        layout = f"balanced:{args.seq_len // n}" if n > 1 else "contiguous"
-    return tokens | {"weights": array(jnp.float32)}, layout
+    return tokens | {"weights": array(jnp.float32)}, layouts(args, mesh)[-1]
+
+
+def layouts(args: argparse.Namespace, mesh: Mesh) -> tuple[str, ...]:
+    """The layouts that batches of :func:`place` may have."""
+    n = ring_size(mesh)
+    if args.layout != "balanced":
+        return (args.layout,)
+    if n == 1:
+        return ("contiguous",)  # There is nothing to balance without a ring.
+    return tuple(f"balanced:{zone}" for zone in zone_sizes(args.seq_len // n))
+
+
+def compiled_steps(
+    make_step: Callable[[str], TrainStep], layouts: Sequence[str], arrays: Any
+) -> dict[str, TrainStep]:
+    """The training step of each layout, compiled ahead, in threads, if there are several.
+
+    Otherwise XLA would compile one whenever a batch is the first of its layout, and all devices
+    would wait for it.
+
+    Args:
+      make_step: makes the step of a layout.
+      layouts: the layouts.
+      arrays: arguments of a step, or arrays of their types.
+    """
+    steps = {layout: make_step(layout) for layout in layouts}
+    types = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+
+    def compile_ahead(step: TrainStep) -> None:
+        step.trace(*types).lower().compile()
+
+    if len(steps) > 1:
+        with ThreadPoolExecutor(len(steps)) as pool:
+            list(pool.map(compile_ahead, steps.values()))
+    return steps

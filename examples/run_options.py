@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 
-from burst_jax.command_line import Parser
+from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
+from burst_jax.data.loader import MAX_BATCH
 from burst_jax.errors import did_you_mean
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
@@ -31,11 +32,13 @@ DEFAULTS = {
     "lr": (4e-3, 5e-4), "dtype": ("float32", "bfloat16"), "eval_batches": (32, 4),
 }  # fmt: skip
 AT_LEAST_1 = (
-    "seq_len", "batch", "steps", "eval_batches", "keep", "accumulate", "microbatches", "vocab_size",
-    "mlp_chunks", "lora_rank",
+    "seq_len", "batch", "steps", "keep", "accumulate", "microbatches", "vocab_size", "mlp_chunks",
+    "lora_rank",
     "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
 )  # fmt: skip
-AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile")
+AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile", "eval_batches")
+# Larger than any use. A sample is one program, a batch has a stream of documents per sequence.
+AT_MOST = {"batch": MAX_BATCH, "sample_tokens": 2**20}
 POSITIVE = ("lr", "stall_timeout", "lora_alpha")
 # Arguments that may differ between the processes of a run.
 OF_A_PROCESS = (
@@ -60,18 +63,19 @@ def flag(name: str) -> str:
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     """Parses the command line; defaults that depend on the devices remain None."""
 
-    def default(name: str) -> str:
-        return "(default: {} on CPU, {} on GPUs)".format(*DEFAULTS[name])
-
     parser = Parser(description="Train a language model on a mesh.")
     group = parser.add_argument_group
     add = group("text").add_argument
     add(
-        "--data", type=Path,
+        "--data", type=file_or_folder,
         help='text files, JSON lines with a "text" key, or .npy arrays of token ids; a file or a '
         "folder (default: Python's source)",
     )  # fmt: skip
-    add("--tokenizer", type=Path, help="a tokenizer.json (default: that of --model, or bytes)")
+    add(
+        "--tokenizer",
+        type=file_or_folder,
+        help="a tokenizer.json (default: that of --model, or bytes)",
+    )
     add(
         "--packing",
         choices=get_args(Packing),
@@ -96,7 +100,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--process-id", type=int, help="index (default: from the cluster)")
     add("--heartbeat-timeout", type=int, default=30, help="seconds until a silent process is dead")
     add = group("model").add_argument
-    add("--model", type=Path, help="Hugging Face checkpoint to fine-tune: a folder")
+    add("--model", type=file_or_folder, help="Hugging Face checkpoint to fine-tune: a folder")
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
@@ -112,6 +116,23 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--lora-alpha", type=float, help="scale alpha / rank (default: the rank)")
     add("--lora-targets", metavar="REGEX", help="adapted projections (default: all)")
     add("--lora-export", choices=("merged", "adapter"), help="exported weights (default: merged)")
+    add_run_options(parser)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = list(map(flag, vars(args)))
+        hint = did_you_mean(unknown[0].partition("=")[0], known)
+        parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
+    return args, parser
+
+
+def default(name: str) -> str:
+    """The defaults of an option that depend on the devices, for its help."""
+    return "(default: {} on CPU, {} on GPUs)".format(*DEFAULTS[name])
+
+
+def add_run_options(parser: Parser) -> None:
+    """Adds the options of training, evaluation and files."""
+    group = parser.add_argument_group
     add = group("training").add_argument
     add("--steps", type=int, help=f"optimizer steps {default('steps')}")
     add(
@@ -130,24 +151,31 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--moments", choices=get_args(Moments), default="device", help="their memory")
     add("--seed", type=int, default=0, help="random seed (default: 0)")
     add = group("evaluation").add_argument
-    add("--eval-dtype", choices=("float32", "bfloat16"), default="float32", help="its dtype")
-    add("--eval-batches", type=int, help=f"held-out batches {default('eval_batches')}")
+    add("--eval-dtype", choices=("float32", "bfloat16"), help="its dtype (default: --dtype)")
+    add("--eval-batches", type=int, help=f"held-out batches; 0: none {default('eval_batches')}")
+    add(
+        "--one-device", choices=("auto", "never"), default="auto",
+        help="also evaluate on one device, if it has the memory (default: auto)",
+    )  # fmt: skip
     add("--sample-tokens", type=int, default=200, help="length of the sample (default: 200)")
     add = group("files").add_argument
-    add("--out", type=Path, default=Path("out/train_lm"), help="folder (default: out/train_lm)")
-    add("--checkpoint-dir", type=Path, help="folder of checkpoints (default: OUT/checkpoints)")
+    add(
+        "--out",
+        type=file_or_folder,
+        default=Path("out/train_lm"),
+        help="folder (default: out/train_lm)",
+    )
+    add(
+        "--checkpoint-dir",
+        type=file_or_folder,
+        help="folder of checkpoints (default: OUT/checkpoints)",
+    )
     add("--checkpoint-every", type=int, help="steps; 0: never (default: a fifth of --steps)")
     add("--keep", type=int, default=2, help="number of checkpoints to keep (default: 2)")
     add("--resume", choices=("auto", "never"), default="auto", help="from a checkpoint")
     add("--stall-timeout", type=float, default=1800, help="exit after seconds without a step")
     add("--tensorboard", action="store_true", help="write curves for TensorBoard")
     add("--profile", type=int, default=0, metavar="N", help="trace N steps")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = list(map(flag, vars(args)))
-        hint = did_you_mean(unknown[0].partition("=")[0], known)
-        parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
-    return args, parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +220,16 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             setattr(args, name, values[jax.default_backend() != "cpu"])
     if args.checkpoint_dir is None:
         args.checkpoint_dir = args.out / "checkpoints"
+    if args.eval_dtype is None:
+        args.eval_dtype = args.dtype
     for names, least in ((AT_LEAST_1, 1), (AT_LEAST_0, 0)):
         for name in names:
             value = getattr(args, name)
-            if value is not None and value < least:
-                raise ValueError(f"{flag(name)} is {value}: it must be at least {least}")
+            most = AT_MOST.get(name, 2**31 - 1)
+            if value is not None and not least <= value <= most:
+                raise ValueError(
+                    f"{flag(name)} is {value}: it must be at least {least}, and at most {most}"
+                )
     for name in POSITIVE:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -397,3 +430,8 @@ def make_config(
         remat_layers=args.remat_layers,
         mlp_chunks=args.mlp_chunks,
     )
+
+
+def attention_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Attention options of the decoder, without the layout, which each batch has."""
+    return {"implementation": args.implementation}

@@ -17,30 +17,35 @@ their metrics.jsonl can be compared step by step.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from hf_checkpoints import check_frozen, export, first_state, frozen_checksum
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from reporting import RESULTS, Interrupt, can_plot, check_out, plot_loss, report_interrupt
-from run_batches import Placed, make_loader, place, shapes
+from run_batches import Placed, compiled_steps, layouts, make_loader, place
+from run_evaluation import (
+    counted,
+    held_out,
+    lacking_memory,
+    rehearse,
+    show_sample,
+    with_dtype,
+)
 from run_mesh import ring_size, token_axes
-from run_options import OF_A_PROCESS, SAMPLE_CONTEXT, RunConfig, flag, parse_args, prepare
+from run_options import OF_A_PROCESS, RunConfig, attention_options, flag, parse_args, prepare
 
 from burst_jax.command_line import use_cpu_devices
-from burst_jax.data import TokenizerFile, gather_state
-from burst_jax.models import Decoder, abstract_decoder
+from burst_jax.data import gather_state
+from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.parallel.peak import peak_flops
 from burst_jax.parallel.processes import by_first_process
@@ -57,19 +62,17 @@ from burst_jax.training import (
     WorkLog,
     abstract_train_state,
     check_same,
-    evaluate,
     initialize,
     is_main,
-    make_eval_step,
     make_optimizer,
     make_train_step,
     split_trained,
 )
-from burst_jax.training.evaluation import EvalStep
+from burst_jax.training.adam import global_norm
 from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
 
-# Largest relative difference between the two held-out perplexities.
-TOLERANCE = 1e-4
+# Largest relative difference between the two held-out perplexities, by --eval-dtype.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 # A run resumes only with the same data and schedule; array shapes are compared by restore. Learning
 # rate and dtype may change.
 MAY_CHANGE = ("lr", "dtype")
@@ -89,11 +92,6 @@ def say(text: str) -> None:
     """Prints a line, on process 0."""
     if is_main():
         print(text, flush=True)
-
-
-def attention_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Attention options of the decoder, without the layout, which each batch has."""
-    return {"implementation": args.implementation}
 
 
 def same_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,6 +157,16 @@ def check_metrics(args: argparse.Namespace, restored: Restored) -> None:
         )
 
 
+def check_weights(step: int, params: nnx.State, checkpoints: Checkpoints) -> None:
+    """Raises NonFinite: the last step's loss does not see what it has made of the weights.
+
+    Their norm is infinite, too, if they are so large that the next loss would be.
+    """
+    norm = float(jax.jit(global_norm)(split_trained(params)[0]))
+    if not math.isfinite(norm):
+        raise NonFinite(step, {"the norm of the weights": norm}, checkpoints)
+
+
 def train(
     args: argparse.Namespace, run: RunConfig, interrupt: Interrupt
 ) -> tuple[nnx.State, RunLog]:
@@ -169,7 +177,6 @@ def train(
     options = attention_options(args) | run.axes | {"microbatches": args.microbatches}
     _, shapes, opt_shapes = abstract_train_state(run.config, optimizer, run.mesh, **options)
 
-    @cache
     def train_step_of(layout: str) -> TrainStep:
         graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, layout=layout, **options)
         return make_train_step(graphdef, optimizer, accumulate=args.accumulate)
@@ -215,6 +222,7 @@ def train(
         profile = stack.enter_context(Profile(args.out / "profile", args.profile))
 
         def save(step: int, loss: float) -> None:
+            check_weights(step, params, checkpoints)
             extra = {
                 "loader": gather_state(loaded),
                 "arguments": same_arguments(args),
@@ -230,123 +238,31 @@ def train(
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
+        steps = {}
+        if following is not None:
+            arrays = params, opt_state, following[0].batch
+            steps = compiled_steps(train_step_of, layouts(args, run.mesh), arrays)
         for step in range(start + 1, args.steps + 1):
             if interrupt.requested or following is None:
                 break
             with profile.step(step):
                 (batch, layout, work), loaded = following
-                params, opt_state, metrics = train_step_of(layout)(params, opt_state, batch)
+                params, opt_state, metrics = steps[layout](params, opt_state, batch)
                 # Prepared while the devices compute the step.
                 following = next(ahead) if step < args.steps else None
                 numbers = {name: float(value) for name, value in metrics.items()}
             log.step(step, numbers | work)
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if due or (args.checkpoint_every and step == args.steps):
-                save(step, numbers["loss"])
+                with log.untimed():
+                    save(step, numbers["loss"])
                 saved = step
         reached = log.history[-1]["step"] if log.history else start
         if interrupt.requested and args.checkpoint_every and reached > saved:
             save(reached, log.history[-1]["loss"])
+        elif reached > saved:
+            check_weights(reached, params, checkpoints)
     return params, log
-
-
-def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: Mesh) -> Evaluation:
-    """Evaluates the weights on held-out sequences, on the run's mesh or on one device."""
-    options: Any = attention_options(args) | (run.axes if mesh is run.mesh else {})
-
-    @cache
-    def eval_step_of(layout: str) -> EvalStep:
-        return make_eval_step(abstract_decoder(run.config, mesh=mesh, layout=layout, **options)[0])
-
-    def eval_step(params: nnx.State, placed: Any) -> tuple[jax.Array, jax.Array]:
-        return eval_step_of(placed.layout)(params, placed.batch)
-
-    with make_loader(args, run, run.held_out) as loader:
-        batches: Any = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
-        return evaluate(eval_step, params, batches)
-
-
-@partial(jax.jit, static_argnums=(0, 3))
-def sample(
-    graphdef: nnx.GraphDef, params: nnx.State, prompt: jax.Array, length: int, key: jax.Array
-) -> jax.Array:
-    """Samples ``length`` tokens at temperature 0.8, each from the last ``len(prompt)`` tokens.
-
-    Returns:
-      int32 ``[length]``.
-    """
-    model: Decoder = nnx.merge(graphdef, params)
-    positions = jnp.arange(prompt.shape[0], dtype=jnp.int32)
-
-    def next_token(context: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = model.unembed(model(context[None], positions)[0, -1])
-        token = jax.random.categorical(key, logits / 0.8).astype(jnp.int32)
-        return jnp.append(context[1:], token), token
-
-    return jax.lax.scan(next_token, prompt, jax.random.split(key, length))[1]
-
-
-def sampler(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> nnx.GraphDef:
-    """Graph definition of the decoder for :func:`sample`, with tokens in natural order."""
-    # --mlp-chunks need not divide the short context.
-    config = dataclasses.replace(run.config, mlp_chunks=1)
-    return abstract_decoder(config, mesh=mesh, implementation=args.implementation)[0]
-
-
-def show_sample(args: argparse.Namespace, run: RunConfig, mesh: Mesh, params: nnx.State) -> str:
-    """Samples a continuation of the held-out text's beginning, on one device."""
-    context = min(SAMPLE_CONTEXT, args.seq_len)
-    with make_loader(args, run, run.held_out) as loader:
-        prompt = next(loader)["rows"][0, :context]
-    drawn = sample(
-        sampler(args, run, mesh),
-        params,
-        jnp.asarray(prompt),
-        args.sample_tokens,
-        jax.random.key(args.seed),
-    )
-
-    def text(ids: Any) -> str:
-        if run.tokens is None:
-            return " ".join(map(str, np.asarray(ids)))
-        return run.tokens.decode(np.asarray(ids))
-
-    return f"...{text(prompt[-80:])}[sample starts]{text(drawn)}"
-
-
-def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
-    """Traces evaluation and sampling before the training, to find unsupported cases early.
-
-    An explicit implementation may support the dtype and lengths of the training, but not those of
-    evaluation and sample.
-
-    Raises:
-      NotImplementedError: the implementation cannot evaluate or sample.
-    """
-    if args.implementation is None:
-        return
-    run = with_dtype(run, args.eval_dtype)
-    one, alone = one_device(run.mesh), jax.process_count() == 1
-    try:
-        for each, axes in ((run.mesh, run.axes), (one, {}))[: 1 + alone]:
-            batch, layout = shapes(args, each)
-            options: Any = axes | attention_options(args) | {"layout": layout}
-            graphdef, params = abstract_decoder(run.config, mesh=each, **options)
-            jax.eval_shape(make_eval_step(graphdef), params, batch)
-        if alone and args.sample_tokens > 0:
-            graphdef, prompt = sampler(args, run, one), np.zeros(SAMPLE_CONTEXT, np.int32)
-            key = jax.random.key(0)
-            jax.eval_shape(lambda *given: sample(graphdef, *given, 1, key), params, prompt)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"{error}; so evaluation and sampling after the last step would fail: see "
-            f"--implementation, --eval-dtype ({args.eval_dtype}) and --sample-tokens"
-        ) from error
-
-
-def with_dtype(run: RunConfig, dtype: str) -> RunConfig:
-    """The run with another compute dtype."""
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=jnp.dtype(dtype)))
 
 
 def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: RunLog) -> int:
@@ -355,49 +271,73 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
     With several processes no single device can hold all weights, so only the ring evaluates.
 
     Returns:
-      The exit code: 1 if the two perplexities differ by more than ``TOLERANCE``.
+      The exit code: 1 if a loss is not finite, or the two perplexities differ by more than
+      ``TOLERANCE``.
     """
     if args.model is not None:
         export(args, run, attention_options(args), params)
     run = with_dtype(run, args.eval_dtype)
-    ring = held_out(args, run, params, run.mesh)
-    repeated = counted(run, ring.tokens)
-    say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
-    devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
-    say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
-    summary: dict[str, Any] = {"steps": args.steps, "ring": ring._asdict(), "one_device": None}
+    ring = single = None
+    if args.eval_batches:
+        ring = held_out(args, run, params, run.mesh)
+        repeated = counted(run, ring.tokens)
+        say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
+        devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
+        say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
+    summary: dict[str, Any] = {
+        "steps": args.steps,
+        "ring": None if ring is None else ring._asdict(),
+    }
     if log.history:
         summary["loss"] = log.history[-1]["loss"]
     if is_main():
         # Before one device, which may run out of memory.
-        write_summary(args, summary)
+        write_summary(args, summary | {"one_device": None})
         if log.history:
-            plot_loss(log.history, args.out / "loss.png", ring.nll)
-    difference = 0.0
+            plot_loss(log.history, args.out / "loss.png", None if ring is None else ring.nll)
     if jax.process_count() == 1:
-        one = one_device(run.mesh)
-        one_params = jax.device_put(params, NamedSharding(one, PartitionSpec()))
-        single = held_out(args, run, one_params, one)
-        difference = abs(ring.perplexity / single.perplexity - 1)
-        say(f"  one device         {single.perplexity:.6f}  ({single.nll:.6f} nats)")
-        say(f"  relative difference {difference:.1e}")
-        if args.sample_tokens > 0:
-            say(show_sample(args, run, one, one_params))
-        write_summary(args, summary | {"one_device": single._asdict()})
-    if not difference <= TOLERANCE:  # NaN is an error, too.
-        print(f"error: the perplexities differ by more than {TOLERANCE}", file=sys.stderr)
+        single = on_one_device(args, run, params, ring)
+        write_summary(args, summary | {"one_device": None if single is None else single._asdict()})
+    if ring is not None and not math.isfinite(ring.nll):
+        print(
+            f"error: the held-out loss is {ring.nll}, though the weights are finite: --eval-dtype "
+            f"is {args.eval_dtype}, try float32, or train with a lower --lr",
+            file=sys.stderr,
+        )
+        return 1
+    tolerance = TOLERANCE[args.eval_dtype]
+    if ring is not None and single is not None and not difference(ring, single) <= tolerance:
+        print(f"error: the perplexities differ by more than {tolerance}", file=sys.stderr)
         return 1
     return 0
 
 
-def counted(run: RunConfig, tokens: int) -> str:
-    """What a number of held-out tokens means if the text has fewer; empty if it has more."""
-    size, unit = run.held_out.size, "tokens" if run.tokens is None else "bytes"
-    if tokens > size:
-        return f" (the held-out {size:,} {unit}, {tokens / size:.1f} times)"
-    if isinstance(run.tokens, TokenizerFile):
-        return f" (of {size:,} held-out bytes, again from the start if they have fewer tokens)"
-    return ""
+def on_one_device(
+    args: argparse.Namespace, run: RunConfig, params: nnx.State, ring: Evaluation | None
+) -> Evaluation | None:
+    """Evaluates and samples on one device, as far as it has the memory; the evaluation, if any."""
+    one, single = one_device(run.mesh), None
+    no_weights, no_batch = lacking_memory(args, run, params)
+    evaluates = ring is not None and args.one_device != "never"
+    if evaluates and no_batch:
+        say(f"  one device         left out: {no_batch}")
+    samples = args.sample_tokens > 0 and not no_weights
+    evaluates = evaluates and not no_batch
+    if not (evaluates or samples):
+        return None
+    params = jax.device_put(params, NamedSharding(one, PartitionSpec()))
+    if ring is not None and evaluates:
+        single = held_out(args, run, params, one)
+        say(f"  one device         {single.perplexity:.6f}  ({single.nll:.6f} nats)")
+        say(f"  relative difference {difference(ring, single):.1e}")
+    if samples:
+        say(show_sample(args, run, one, params))
+    return single
+
+
+def difference(a: Evaluation, b: Evaluation) -> float:
+    """The relative difference of two perplexities; NaN if both are infinite."""
+    return abs(a.perplexity / b.perplexity - 1)
 
 
 def write_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:

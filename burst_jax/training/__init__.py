@@ -15,6 +15,7 @@ from burst_jax.training.checkpoints import Checkpoints as Checkpoints
 from burst_jax.training.checkpoints import Restored as Restored
 from burst_jax.training.evaluation import Evaluation as Evaluation
 from burst_jax.training.evaluation import evaluate as evaluate
+from burst_jax.training.evaluation import evaluation_memory as evaluation_memory
 from burst_jax.training.evaluation import make_eval_step as make_eval_step
 from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entropy
 from burst_jax.training.loss import next_token_loss as next_token_loss
@@ -25,6 +26,7 @@ from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
 from burst_jax.training.run_log import NonFinite as NonFinite
 from burst_jax.training.run_log import RunLog as RunLog
+from burst_jax.training.state import LowPrecisionWeights as LowPrecisionWeights
 from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
 from burst_jax.training.state import init_train_state as init_train_state

@@ -7,14 +7,19 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from burst_jax.errors import check_integer
+from burst_jax.models.config import DecoderConfig
 from burst_jax.training.batches import Batch
+from burst_jax.training.fused_loss import SUBCHUNKS
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 
 # (params, batch) -> (sum of losses in nats, number of targets).
 EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
+# The logarithm of the largest float, rounded down.
+_MOST_NATS = 709
 
 
 class Evaluation(NamedTuple):
@@ -22,7 +27,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       nll: mean negative log-likelihood in nats per target.
-      perplexity: its exponential.
+      perplexity: its exponential, infinite if that is too large for a float.
       tokens: number of targets.
     """
 
@@ -88,4 +93,31 @@ def evaluate(
         count += float(batch_count)
     if not count:
         raise ValueError("batches hold no targets: there is nothing to evaluate")
-    return Evaluation(nll=total / count, perplexity=math.exp(total / count), tokens=round(count))
+    nll = total / count
+    # math.exp raises beyond the largest float.
+    perplexity = math.inf if nll > _MOST_NATS else math.exp(nll)
+    return Evaluation(nll=nll, perplexity=perplexity, tokens=round(count))
+
+
+def evaluation_memory(config: DecoderConfig, tokens: int, *, chunk_size: int = CHUNK_SIZE) -> int:
+    """Estimates the bytes that evaluating ``tokens`` tokens takes on a device, besides the weights.
+
+    They are the larger of two: the residual stream, its norm and the largest arrays of a layer
+    (``[tokens, features]`` of query, key, value and output, or of gate and up projections; a
+    mixture has k copies of those and of the tokens), and the head with a chunk of logits.
+
+    Args:
+      config: the decoder's, with the dtype of the evaluation.
+      tokens: of all sequences of a batch, on one device.
+      chunk_size: that of :func:`make_eval_step`.
+    """
+    size, d, experts = jnp.dtype(config.dtype).itemsize, config.embed_dim, config.experts
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    hidden = 2 * config.mlp_dim
+    if experts is not None:
+        hidden = max(experts.per_token * (hidden + 2 * d), 2 * experts.shared_dim)
+    layer = tokens * size * (2 * d + max(attention, hidden // config.mlp_chunks))
+    converts = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
+    cast = size * d * config.vocab_size if converts else 0
+    logits = 4 * min(tokens, chunk_size // SUBCHUNKS) * config.vocab_size
+    return max(layer, tokens * size * 2 * d + cast + logits)

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.arrays import vary, varying_axes
 
 # Sub-chunks per chunk.
-_SUBCHUNKS = 4
+SUBCHUNKS = 4
 
 # Hidden states, targets and weights of some tokens.
 _PerToken = tuple[jax.Array, jax.Array, jax.Array]
@@ -154,7 +154,7 @@ def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
 
     Together they hold at least ``tokens``; a chunk has at most ``chunk_size``.
     """
-    most = max(1, chunk_size // _SUBCHUNKS)
+    most = max(1, chunk_size // SUBCHUNKS)
     chunks = max(1, -(-tokens // (chunk_size // most * most)))
     in_chunk = -(-tokens // chunks)
     subchunks = max(1, -(-in_chunk // most))

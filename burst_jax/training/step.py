@@ -59,6 +59,7 @@ class TrainStep:
         self._loss = partial(loss_with_auxiliary, chunk_size=chunk_size, z_loss=z_loss)
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
+        self._checked = False
         self._weight_shardings: Any = None
 
     def __call__(
@@ -69,16 +70,18 @@ class TrainStep:
         Raises:
           ValueError: the first batch has another layout or number of shards than the decoder.
         """
-        if self._jitted is None:
+        if not self._checked:
             nnx.merge(self._graphdef, params).reject_other_layout(batch["positions"])
+            self._checked = True
         return self._jit(params, opt_state)(params, opt_state, batch)
 
     def trace(
         self, params: nnx.State, opt_state: optax.OptState, batch: Batch[jax.Array]
     ) -> jax.stages.Traced:
-        """The traced program, for ahead-of-time compilation.
+        """The traced program, for ahead-of-time compilation: ``trace(...).lower().compile()``.
 
-        Arguments are arrays or ``jax.ShapeDtypeStruct`` with shardings.
+        Arguments are arrays or ``jax.ShapeDtypeStruct`` with shardings. A call with arrays of these
+        types then finds the compiled program.
         """
         return self._jit(params, opt_state).trace(params, opt_state, batch)
 

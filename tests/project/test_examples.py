@@ -24,14 +24,13 @@ import run_options
 import train_lm
 from data_files import write_words
 from local_processes import free_port, started
+from train_lm_runs import TINY, arguments, error_of
 
 from burst_jax.data import ByteTokens, TokenizerFile
-from burst_jax.training import Checkpoints
+from burst_jax.training import (
+    Checkpoints,
+)
 
-TINY = [
-    "--layers=1", "--embed-dim=16", "--heads=2", "--kv-heads=1", "--head-dim=8", "--mlp-dim=16",
-    "--seq-len=32", "--batch=2", "--eval-batches=1", "--sample-tokens=5",
-]  # fmt: skip
 STEPS = ["--steps=3", "--checkpoint-every=2"]
 MESH = "--mesh=outer=2,inner=1,heads=2"
 
@@ -39,10 +38,6 @@ MESH = "--mesh=outer=2,inner=1,heads=2"
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_words(tmp_path_factory.mktemp("corpus"))
-
-
-def arguments(corpus, out, *more):
-    return [f"--data={corpus}", f"--out={out}", *TINY, *map(str, more)]
 
 
 def losses(out, name="metrics.jsonl"):
@@ -93,12 +88,6 @@ def test_two_processes_on_another_mesh_take_the_same_steps(corpus, trained, tmp_
     assert "step 3/3" in ends[0][0]
     assert "held-out perplexity" in ends[0][0]
     assert "step" not in ends[1][0]
-
-
-def error_of(given, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        train_lm.main(given)
-    return capsys.readouterr().err
 
 
 @pytest.mark.slow
