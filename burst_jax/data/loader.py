@@ -91,7 +91,7 @@ class Loader(Iterator[Rows]):
     Args:
       corpus: the documents, see :func:`burst_jax.data.open_corpus`.
       seq_len: tokens per sequence of the model; each has one more, the last target.
-      batch: global batch size, over all processes.
+      batch: global batch size, over all processes, at most 1,048,576.
       rows: batch indices that this loader makes, like ``range(4, 8)``, see
         :func:`burst_jax.data.rows_of_process`; None for all.
       tokens: tokenizer of text, default :class:`burst_jax.data.ByteTokens`; None for arrays.

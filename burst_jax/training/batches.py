@@ -360,7 +360,7 @@ def rows_here(
 
     Args:
       mesh: mesh of the batch.
-      batch: global batch size.
+      batch: global batch size, at most 1,048,576.
       rules: the decoder's sharding rules, which define the axes; then leave ``batch_axis`` out.
       batch_axis: mesh axis, or axes, that shard B, or None.
 

@@ -95,7 +95,8 @@ class StallGuard:
       timeout: seconds, longer than the longest step, evaluation and checkpoint between two calls.
 
     Raises:
-      ValueError: ``timeout`` is not positive, or above 10**9 seconds.
+      ValueError: ``timeout`` is not positive, or above 10**9 seconds; on entering, the process is
+        in another StallGuard.
     """
 
     _active: ClassVar[bool] = False
