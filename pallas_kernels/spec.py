@@ -106,7 +106,7 @@ def unsupported_functions(
             if operation.name in integer_operations and np.issubdtype(result, np.floating):
                 return (
                     f"{name} does {operation.name!r} in {result}, which its kernels can do with "
-                    "integers alone; compute it from int32, or use None or 'xla'"
+                    "integers alone: compute it from int32"
                 )
             for variable in operation.outputs:
                 if str(variable.dtype) not in dtypes:

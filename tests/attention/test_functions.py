@@ -136,7 +136,7 @@ LIMITS: list[tuple[dict[str, Any], str]] = [
     ({"score_mod": lambda s, b, h, q, k: s + s.astype(jnp.float8_e4m3fn).astype(s.dtype)},
      "score_mod computes in float8_e4m3fn"),
     ({"score_mod": lambda s, b, h, q, k: s + lax.rem(s, 3.0)},
-     "score_mod does 'rem' in float32, which its kernels can do with integers alone; compute it"),
+     "score_mod does 'rem' in float32, which its kernels can do with integers alone: compute it"),
 ]
 # fmt: on
 

@@ -33,6 +33,8 @@ INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
 SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
+PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
+OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
@@ -235,6 +237,38 @@ MUTANTS = [
     ("pallas_kernels/mosaic/sm90/backward_epilogue.py", "dv = dv * (1 / static.spec.score.scale)", "pass", f"{SM90} -k dropout"),
     ("pallas_kernels/mosaic/sm90/forward_scores.py", "return _without_dropped(consumer, p, half.hashes, 1), total", "return p, total", f"{SM90} -k cap_latent"),
     ("pallas_kernels/mosaic/score_inputs.py", "(x - kv[0])", "(x - x[0])", f"{SM90} -k functions"),
+    ("pallas_kernels/interval_arithmetic.py", "a - b, x, y, ((0, 1), (1, 0))", "a - b, x, y, ((0, 0), (1, 1))",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "a * b, x, y, ((0, 0), (0, 1), (1, 0), (1, 1))",
+     "a * b, x, y, ((0, 0), (1, 1))", f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "for a in x for b in divisors]", "for a in x for b in divisors[:1]]",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "most = Interval(np.int32(0), xp.minimum(x.high, y.high))",
+     "most = Interval(np.int32(0), xp.maximum(x.high, y.high))", f"{INTERVALS} -k bits"),
+    ("pallas_kernels/interval_arithmetic.py", "(x.low >= 0) & (y.low >= 0), most", "(x.low >= 0) | (y.low >= 0), most",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "Interval(~x.high, ~x.low)", "Interval(~x.low, ~x.high)",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "known = (y.low == y.high) & (y.low >= 0)", "known = (y.low >= 0)",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "xp.where(x.low >= 0, zero, 1 - divisor)", "zero",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "xp.where(which.low > 0, of_true, of_both)", "of_true",
+     f"{INTERVALS} -k range"),
+    ("pallas_kernels/interval_arithmetic.py", "return Interval(1 - x.high, 1 - x.low)", "return Interval(1 - x.low, 1 - x.high)",
+     f"{INTERVALS} -k drawn"),
+    ("pallas_kernels/mosaic/sm80/forward.py", "run(state, tiles.total, tiles.tile, tiles.tile, masked=True)",
+     "run(state, tiles.full, tiles.full_tile, tiles.full_tile, masked=False)", PARTIAL),
+    ("pallas_kernels/mosaic/sm80/backward.py", "tiles.total, tiles.tile, None, masked=True",
+     "tiles.full, tiles.full_tile, None, masked=False", PARTIAL),
+    ("pallas_kernels/mosaic/sm80/backward.py", "tiles.total, tiles.tile, None, masked=True",
+     "tiles.total, tiles.full_tile, None, masked=True", PARTIAL),
+    ("pallas_kernels/mosaic/user_functions.py", "    \"not\": _not,\n", "", OPERATIONS),
+    ("pallas_kernels/mosaic/user_functions.py", "== 0 if x.dtype == jnp.bool_ else lax.not_p.bind(x, **params)", "== 0",
+     OPERATIONS),
+    ("pallas_kernels/mosaic/user_functions.py", "lax.max_p, lax.min_p, lax.xor_p", "lax.xor_p", OPERATIONS),
+    ("pallas_kernels/spec.py", "operation.name in integer_operations and np.issubdtype(result, np.floating)", "False",
+     OPERATIONS),
     (TILES, "jnp.where((low == high) & (padded == 0), low, 0)", "jnp.where(low == high, low, 0)",
      BOUNDS),
     (TILES, "possible.reshape(by_group).any(2)", "possible.reshape(by_group).all(2)",
