@@ -130,6 +130,15 @@ def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
     assert not nan_rows(places, ids, **options).any()
 
 
+def test_a_segment_that_begins_where_the_layout_goes_back_may_restart():
+    """No other segment interrupts it in the text."""
+    half, block = T // 2, T // 8
+    ids = np.where(np.arange(T) < half, 1, 2)
+    rows = (np.stack([x] * B).astype(np.int32) for x in (np.arange(T) % block, ids))
+    places, ids = (jnp.asarray(to_layout(x, "zigzag", 4)) for x in rows)
+    assert not nan_rows(places, ids, **options_of("zigzag", 4)).any()
+
+
 MESHES = {
     "ring": (AxisType.Explicit, {"seq": 4}, {}),
     "two-levels": (AxisType.Auto, {"outer": 2, "inner": 2}, {"seq_axis": ("outer", "inner")}),
@@ -263,7 +272,8 @@ def test_models_in_plain_jax_check_their_positions(function, ndim):
         run = jax.shard_map(check, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     right = np.tile(positions("zigzag", T, 4), (B, 1))
     arange = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    mixed = np.stack([arange[0], arange[1], right[2]])
+    # The second row contradicts the layout by its segment ids alone.
+    mixed = np.stack([arange[0], arange[1] % 24, right[2]])
     got = np.asarray(jax.jit(run)(x, mixed, ids))
     assert np.isnan(got[:2]).all()
     np.testing.assert_array_equal(got[2], x[2])
