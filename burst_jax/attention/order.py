@@ -387,8 +387,8 @@ class _LastSegment(NamedTuple):
 
     Attributes:
       segment: its id; 0 if the row is padding.
-      start: the position of the first token.
-      end: the position of the last token.
+      start: the position of its first token.
+      end: the position of its last token.
       start_text: index of the first token in its text.
       end_text: index of the last token in its text.
       follows_another: 1 if the token before the first one in the text is another segment's.
@@ -423,7 +423,6 @@ class _LastSegment(NamedTuple):
         later = _LastSegment(*(x[:, None] for x in self))
         same = (self.segment == later.segment) & (later.segment != 0) & (later.follows_another == 1)
         back = (self.end_text < later.start_text) & (self.end > later.start)
-        back |= (self.start_text < later.start_text) & (self.start > later.start)
         return (same & back).any((0, 1))
 
 

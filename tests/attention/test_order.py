@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,15 @@ def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
     assert not nan_rows(places, ids, **options).any()
 
 
+def test_a_segment_that_begins_where_the_layout_goes_back_may_restart():
+    """No other segment interrupts it in the text."""
+    half, block = T // 2, T // 8
+    ids = np.where(np.arange(T) < half, 1, 2)
+    rows = (np.stack([x] * B).astype(np.int32) for x in (np.arange(T) % block, ids))
+    places, ids = (jnp.asarray(to_layout(x, "zigzag", 4)) for x in rows)
+    assert not nan_rows(places, ids, **options_of("zigzag", 4)).any()
+
+
 MESHES = {
     "ring": (AxisType.Explicit, {"seq": 4}, {}),
     "two-levels": (AxisType.Auto, {"outer": 2, "inner": 2}, {"seq_axis": ("outer", "inner")}),
@@ -233,7 +244,7 @@ def test_a_batch_of_a_balanced_layout(layout, n):
         else:
             assert reject_wrong_order(X, *given, options) is X
     # In a traced call a few tokens are compared.
-    check = quick_jit(lambda x, *given: reject_wrong_order(x, *given, options))
+    check = quick_jit(functools.partial(reject_wrong_order, options=options))
     marked = np.isnan(check(jnp.ones((len(wrong), T, 1)), places, ids)).any((1, 2))
     assert not (marked & ~wrong).any()
     assert marked[wrong].mean() > 0.5
@@ -248,11 +259,11 @@ def test_models_in_plain_jax_check_their_positions(function, ndim):
     ids[0, 21:], ids[1, 19:] = 2, 2
     ids = jnp.asarray(to_layout(ids, "zigzag", 4))
     x = jnp.asarray(rng.normal(size=(B, T, 2, 4)[:ndim]), jnp.float32)
-    options = {"layout": "zigzag", "is_causal": True}
+    options: Any = {"layout": "zigzag", "is_causal": True}
 
     def check(x, places, ids):
-        masks = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
-        more = {"mesh": mesh} if function == "burst_attention" else {"seq_axis": "seq"}
+        masks: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+        more: Any = {"mesh": mesh} if function == "burst_attention" else {"seq_axis": "seq"}
         return burst_jax.check_positions(x, places, **options, **masks, **more)
 
     run = check
@@ -261,7 +272,8 @@ def test_models_in_plain_jax_check_their_positions(function, ndim):
         run = jax.shard_map(check, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     right = np.tile(positions("zigzag", T, 4), (B, 1))
     arange = np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    mixed = np.stack([arange[0], arange[1], right[2]])
+    # The second row contradicts the layout by its segment ids alone.
+    mixed = np.stack([arange[0], arange[1] % 24, right[2]])
     got = np.asarray(jax.jit(run)(x, mixed, ids))
     assert np.isnan(got[:2]).all()
     np.testing.assert_array_equal(got[2], x[2])
@@ -273,7 +285,8 @@ def test_models_in_plain_jax_check_their_positions(function, ndim):
 
 
 def test_check_positions_names_wrong_arguments():
-    options, right = options_of("zigzag", 4), positions("zigzag", T, 4)
+    options: Any = options_of("zigzag", 4)
+    right: Any = positions("zigzag", T, 4)
     for message, x, places, more in (
         (r"x has shape \(3,\): it must be \[B, T, ...\]", jnp.ones(3), right, {}),
         (r"positions has shape \(47,\), x \(3, 48, 2\): it must be", X, right[1:], {}),
@@ -285,7 +298,7 @@ def test_check_positions_names_wrong_arguments():
         with pytest.raises(ValueError, match=message):
             burst_jax.check_positions(x, places, **options | more)
     with pytest.raises(TypeError, match=r"check_positions\(\) got an unexpected keyword .*layouts"):
-        burst_jax.check_positions(X, right, **options, layouts="zigzag")
+        burst_jax.check_positions(X, right, **options | {"layouts": "zigzag"})
 
 
 def test_steps_and_layers_raise_for_a_batch_of_another_layout():

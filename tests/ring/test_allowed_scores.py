@@ -53,7 +53,11 @@ def drawn(rng):
         blocks = Blocks(int(q_block), int(kv_block), table.shape, bits)
         masks = {"block_mask": table}
     rotates_query = bool(rng.integers(2))
-    ring = RingMask(sizes, layout, *lengths, Mask(left, right), rotates_query, offset, blocks)
+    of_shard = dict(zip(("q_length", "kv_length"), lengths, strict=True))
+    ring = RingMask(
+        sizes, layout, mask=Mask(left, right), rotates_query=rotates_query, query_offset=offset,
+        blocks=blocks, **of_shard,
+    )  # fmt: skip
     keep = dense.kept(t, s, local_window_size=(left, right), query_offset=offset, **masks)
     return ring, keep[0, 0]
 

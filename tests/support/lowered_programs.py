@@ -120,7 +120,7 @@ def designed[Case: Levels](
 
 def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
     """One of them."""
-    return choices[rng.integers(len(choices))]
+    return choices[int(rng.integers(len(choices)))]
 
 
 class Call(NamedTuple):
@@ -202,7 +202,7 @@ def a_call(rng: np.random.Generator) -> Call:
     options |= dict(values[name] for name in values if name in features)
     dims = pick(rng, DIMS)
     program = valid.Program(
-        mesh=abstract_mesh(gpu, sizes, pick(rng, (AxisType.Auto, AxisType.Explicit))),  # pyrefly: ignore
+        mesh=abstract_mesh(gpu, sizes, pick(rng, (AxisType.Auto, AxisType.Explicit))),
         in_context=bool(rng.integers(2)), axes=axes, options=options, placed="mesh",
         features=frozenset(features), dtype=pick(rng, DTYPES), static_table=bool(rng.integers(2)),
         sizes={
@@ -220,7 +220,7 @@ def packed_calls() -> list[Call]:
         tokens, mesh = TOKENS[0], abstract_mesh(gpu, {"seq": 2}, AxisType.Explicit)
         name = f"balanced:{tokens}" if layout in ZONES else layout
         program = valid.Program(
-            mesh=mesh, in_context=True, axes={"seq_axis": "seq"}, placed="mesh",  # pyrefly: ignore
+            mesh=mesh, in_context=True, axes={"seq_axis": "seq"}, placed="mesh",
             options={"layout": name, "is_causal": True}, static_table=False, dtype="bfloat16",
             features=frozenset({"is_causal", "segments"}),
             sizes={"T": 2 * tokens, "S": 2 * tokens, "B": 1, "N": 8, "K": 2, "H": 64, "V": 64},
