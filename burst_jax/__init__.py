@@ -15,6 +15,7 @@ from burst_jax.attention.api import local_attention as local_attention
 from burst_jax.attention.api import ring_attention as ring_attention
 from burst_jax.attention.block_mask import block_mask_of as block_mask_of
 from burst_jax.attention.merging import merge as merge
+from burst_jax.attention.order import check_positions as check_positions
 from burst_jax.layers.attention_fn import linen_attention_fn as linen_attention_fn
 from burst_jax.layers.attention_fn import nnx_attention_fn as nnx_attention_fn
 from burst_jax.layers.linen_layer import LinenBurstAttention as LinenBurstAttention

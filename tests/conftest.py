@@ -27,6 +27,7 @@ CACHE = {
 # Set by pytest_configure, before tests and their support are imported.
 IMPLEMENTATION: Any = None  # a name, with --implementation
 ON_GPU = REPLAYING = COMPILE_QUICKLY = False
+PROGRAMS = 0
 collect_ignore: list[str] = []
 # The garbage collector runs rarely: JAX's caches keep most objects of a trace alive.
 gc.set_threshold(1_000_000, 10, 100)
@@ -84,6 +85,14 @@ def pytest_addoption(parser):
         metavar="N",
         help="how often tests/training/test_kills.py kills a training run (default: 1)",
     )
+    parser.addoption(
+        "--programs",
+        type=int,
+        default=40,
+        metavar="N",
+        help="how many calls tests/compiled/test_lowered_programs.py draws, a quarter as many "
+        "layers and a sixth as many training steps (default: 40)",
+    )
 
 
 def compile_quickly(for_gpu=False):
@@ -111,10 +120,10 @@ def kills(request):
 
 
 def pytest_configure(config):
-    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY
+    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY, PROGRAMS
     for marker, (reason, _) in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {reason}")
-    IMPLEMENTATION = config.getoption("--implementation")
+    IMPLEMENTATION, PROGRAMS = config.getoption("--implementation"), config.getoption("--programs")
     ON_GPU, REPLAYING = IMPLEMENTATION is not None, "replay" in config.option.markexpr
     # Most of the tests' time is compilation of programs that run a few times on small arrays.
     # Other projects' cases, at their own sizes, run longer than they compile.

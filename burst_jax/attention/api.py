@@ -30,7 +30,13 @@ from burst_jax.attention.shardings import (
     check_outside_shard_map,
 )
 from burst_jax.attention.validation import check_bool
-from burst_jax.parallel.mesh import AxisNames, resolve_mesh, size_in_shard_map, size_on_mesh
+from burst_jax.parallel.mesh import (
+    AxisNames,
+    reshard_explicit,
+    resolve_mesh,
+    size_in_shard_map,
+    size_on_mesh,
+)
 from burst_jax.ring.request import Request
 from burst_jax.ring.vjp import attend_shard
 from pallas_kernels import AttentionInputs
@@ -357,4 +363,19 @@ def _on_device(
     request: Request, target: Target, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """``(out, lse)`` of :func:`local_attention`."""
-    return attend_shard(request, shard_inputs(request, arrays), target)
+
+    def attend(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return attend_shard(request, shard_inputs(request, arrays), target)
+
+    of_query = jax.typeof(arrays["query"]).sharding
+    mesh = of_query.mesh
+    if not mesh.explicit_axes or mesh.manual_axes:
+        return attend(arrays)
+    # Kernels have no sharding rule, which Explicit axes need. No array is split over the axes,
+    # whatever axes of one device its type names, so every device computes all.
+    replicated = jax.P()
+    arrays = {name: reshard_explicit(x, mesh, replicated) for name, x in arrays.items()}
+    run = jax.shard_map(attend, mesh=mesh, in_specs=replicated, out_specs=replicated)
+    out, lse = run(arrays)
+    tokens = jax.P(*of_query.spec[:3])
+    return reshard_explicit(out, mesh, tokens), reshard_explicit(lse, mesh, tokens)

@@ -9,7 +9,7 @@ right positions descend at least once between shards::
     positions            right           0 1 6 7 | 2 3 4 5
                          an arange       0 1 2 3 | 4 5 6 7
 
-Two rules detect wrong positions:
+Three rules detect wrong positions:
 
 - Positions ascend along the array within every segment, although inside one of the segments the
   layout goes back to an earlier token (from 7 to 2 in the example). Then an earlier token of the
@@ -21,7 +21,12 @@ Two rules detect wrong positions:
   Positions that restart inside a segment pass: the first one after a restart is not larger by one
   than the position before it in the array.
 
-A third rule needs the values of whole sequences, so it applies outside of ``jit`` only: positions
+- A segment of a sequence with segment ids has each position of a range once, and not in ascending
+  order. That is a document that a balanced layout splits, in the order of its shards. A traced call
+  compares a few tokens: it finds a segment that another one interrupts in the text, and whose
+  positions are smaller after the interruption than before it.
+
+A fourth rule needs the values of whole sequences, so it applies outside of ``jit`` only: positions
 that are exactly those of another layout, or of another number of shards, belong to a batch that was
 made for another mesh.
 
@@ -34,15 +39,27 @@ the order of the tokens does not change the result, and nothing is checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.attention.arguments import POSITION_READERS
-from burst_jax.layouts.permutation import LAYOUTS, Layout, padded_length, zone_size
+from burst_jax.attention.arguments import (
+    POSITION_READERS,
+    AttentionArguments,
+    AttentionOptions,
+)
+from burst_jax.attention.validation import check_array, check_is_array
+from burst_jax.layouts.permutation import (
+    LAYOUTS,
+    Layout,
+    check_layout,
+    padded_length,
+    shard_positions,
+    zone_size,
+)
 from burst_jax.layouts.permutation import positions as layout_positions
 from burst_jax.parallel.mesh import (
     axes_size,
@@ -62,6 +79,59 @@ _MOST_SHARDS = 512
 _MOST_SEAMS = 4
 
 
+def check_positions(
+    x: jax.Array, positions: Array, **options: Unpack[AttentionOptions]
+) -> jax.Array:
+    """``x``, with NaN in the sequences whose positions contradict the layout.
+
+    RoPE takes positions from the model, and masks take them from the layout. With an ``arange`` for
+    tokens in the zigzag layout the loss falls all the same, of a model of text in the wrong order.
+    :class:`burst_jax.BurstAttention` and :class:`burst_jax.models.Decoder` check this. A model that
+    calls :func:`burst_jax.burst_attention` itself can check it once, where it makes its RoPE::
+
+        options = dict(mesh=mesh, layout="zigzag", is_causal=True)
+        x = burst_jax.check_positions(x, positions, **options)
+        ...
+        out = burst_jax.burst_attention(query, key, value, **options)
+
+    Outside of ``jit``, and for NumPy arrays, wrong positions raise. In a traced call only the
+    devices know the values: the sequence becomes NaN, and its loss at the first step. That takes
+    one all-reduce of a few integers per sequence. Positions may restart with a document, start
+    anywhere, repeat or skip values. Nothing is checked in balanced layouts, in which the attention
+    takes the same positions, nor without a mask or slopes that read positions.
+
+    Args:
+      x: ``[B, T, ...]``, anything that the loss depends on: hidden states, or the query.
+      positions: integers ``[B, T]`` or ``[T]``, those that RoPE gets, in the layout's order.
+      **options: the keyword arguments of the :func:`burst_jax.burst_attention` call, its segment
+        ids included. Inside a ``shard_map`` ``seq_axis`` is the ``axis_name`` of
+        :func:`burst_jax.ring_attention`, and arrays are one device's.
+
+    Returns:
+      ``x``, of the same shape and dtype.
+
+    Raises:
+      ValueError: known positions contradict the layout, or arrays have other shapes or dtypes.
+      TypeError: an unknown keyword.
+    """
+    arguments = AttentionArguments.of(check_positions, options)
+    check_layout(arguments.layout)
+    check_is_array("x", x, "an array [B, T, ...]")
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}: it must be [B, T, ...]")
+    check_is_array("positions", positions, "an int32 array")
+    if tuple(positions.shape) not in (tuple(x.shape[:2]), tuple(x.shape[1:2])):
+        raise ValueError(
+            f"positions has shape {positions.shape}, x {x.shape}: it must be [B, T] or [T]"
+        )
+    positions = as_int32("positions", positions)
+    ids = arguments.query_segment_ids
+    if ids is not None:
+        sizes = {"B": x.shape[0], "T": x.shape[1]}
+        ids = check_array("query_segment_ids", ids, sizes)
+    return reject_wrong_order(x, positions, ids, options)
+
+
 def reject_wrong_order(
     x: jax.Array, positions: Array, segment_ids: Array | None, options: Mapping[str, Any]
 ) -> jax.Array:
@@ -71,19 +141,19 @@ def reject_wrong_order(
     ``jit``), such positions raise instead. In a traced call only the devices know the values, and a
     device cannot raise: the NaN makes the loss NaN at the first step. A traced call applies the
     second rule to a few tokens: those at the ends of each device's shard and of each block of the
-    layout. It costs one all-reduce over the sequence axes, of a dozen integers per sequence and
-    device.
+    layout, and the third to the last segment of each device's shard. It costs one all-reduce over
+    the sequence axes, of a dozen integers per sequence and device.
 
     Inside a ``shard_map`` over the sequence axes all arrays are one device's, and none is known.
 
     Args:
-      x: ``[B, T, D]``, computed with the positions.
+      x: ``[B, T, ...]``, computed with the positions.
       positions: integers ``[B, T]`` or ``[T]``, in the layout's order.
       segment_ids: integers ``[B, T]``, 0 for padding, or None.
       options: keyword arguments of ``burst_attention``, which has checked them.
 
     Returns:
-      ``[B, T, D]`` in the dtype of ``x``.
+      The same shape in the dtype of ``x``.
 
     Raises:
       ValueError: known positions contradict the layout.
@@ -112,6 +182,7 @@ def reject_wrong_order(
         if segment_ids is not None:
             everything = _Samples(layout_positions(layout, length, n)[None], all_of_them=True)
             wrong = wrong | _goes_back(given, segments, everything)
+            wrong |= _is_permuted(given, segments, layout_positions(layout, length, n))
         if wrong.any():
             raise ValueError(
                 f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
@@ -131,7 +202,11 @@ def reject_wrong_order(
         segments = as_int32("segment_ids", segment_ids)
 
     def on_device(positions: jax.Array, segments: jax.Array) -> jax.Array:
-        return _contradict_across(positions, segments, between, tokens, samples)
+        if samples is None:
+            return _contradict_across(positions, segments, between, tokens, None)
+        text = _text_here(layout, positions.shape[1], n, ring, options.get("ulysses_axis"))
+        last = _LastSegment.of(positions, segments, text)
+        return _contradict_across(positions, segments, between, tokens, samples, last)
 
     if inside:
         return _marked(x, on_device(positions, segments))
@@ -198,8 +273,9 @@ def layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
 
 
 def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
-    """``x`` ``[B, T, D]``, NaN in the sequences that are ``wrong``, bool ``[B]`` or ``[1]``."""
-    return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
+    """``x`` ``[B, T, ...]``, NaN in the sequences that are ``wrong``, bool ``[B]`` or ``[1]``."""
+    wrong = lax.expand_dims(wrong, range(1, x.ndim))
+    return jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _known(array: Array) -> bool:
@@ -281,14 +357,85 @@ def _goes_back(positions: Array, segments: Array, samples: _Samples) -> Array:
     return (same & (here < before) & counted).any(1)
 
 
+def _is_permuted(positions: np.ndarray, segments: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """The third rule: bool ``[rows]``; ``text`` is the index of each token in its text."""
+    order = np.argsort(text)
+    shape = np.broadcast_shapes(positions.shape, segments.shape)
+    places, ids = (np.broadcast_to(x, shape)[:, order] for x in (positions, segments))
+
+    def of_row(places: np.ndarray, ids: np.ndarray) -> bool:
+        by_segment = np.argsort(ids, kind="stable")[np.count_nonzero(ids == 0) :]
+        each = np.split(places[by_segment], np.flatnonzero(np.diff(ids[by_segment])) + 1)
+        return any((np.diff(x) < 0).any() and (np.diff(np.sort(x)) == 1).all() for x in each)
+
+    return np.array([of_row(*row) for row in zip(places, ids, strict=True)])
+
+
+def _text_here(
+    layout: Layout, length: int, n: int, ring: tuple[str, ...], ulysses_axis: str | None
+) -> jax.Array:
+    """int32 ``[length]``: index of each of this device's tokens in its text."""
+    size = 1 if ulysses_axis is None else lax.axis_size(ulysses_axis)
+    text = shard_positions(layout, length * size, n, lax.axis_index(ring))
+    if ulysses_axis is None:
+        return text
+    return lax.dynamic_slice_in_dim(text, lax.axis_index(ulysses_axis) * length, length)
+
+
+class _LastSegment(NamedTuple):
+    """The last segment of each row of a device's tokens, int32 ``[rows]`` each.
+
+    Attributes:
+      segment: its id; 0 if the row is padding.
+      start: the position of the first token.
+      end: the position of the last token.
+      start_text: index of the first token in its text.
+      end_text: index of the last token in its text.
+      follows_another: 1 if the token before the first one in the text is another segment's.
+    """
+
+    segment: jax.Array
+    start: jax.Array
+    end: jax.Array
+    start_text: jax.Array
+    end_text: jax.Array
+    follows_another: jax.Array
+
+    @classmethod
+    def of(cls, positions: jax.Array, segments: jax.Array, text: jax.Array) -> _LastSegment:
+        """That of int32 ``[rows, tokens]``."""
+        rows = np.broadcast_shapes(positions.shape, segments.shape)
+        positions, segments = jnp.broadcast_to(positions, rows), jnp.broadcast_to(segments, rows)
+        index = jnp.arange(rows[1], dtype=jnp.int32)[None]
+        last = jnp.max(jnp.where(segments != 0, index, 0), 1, keepdims=True)
+        segment = jnp.take_along_axis(segments, last, 1)
+        others = (segments != segment) & (index <= last)
+        start = jnp.max(jnp.where(others, index, -1), 1, keepdims=True) + 1
+        before = jnp.maximum(start - 1, 0)
+        follows = (start > 0) & (jnp.take_along_axis(segments, before, 1) != 0)
+        follows &= text[start] - text[before] == 1
+        ends = (jnp.take_along_axis(positions, at, 1) for at in (start, last))
+        parts = segment, *ends, text[start], text[last], follows.astype(jnp.int32)
+        return cls(*(part[:, 0] for part in parts))
+
+    def contradicts(self) -> jax.Array:
+        """The third rule on those of all devices, ``[devices, rows]``: bool ``[rows]``."""
+        later = _LastSegment(*(x[:, None] for x in self))
+        same = (self.segment == later.segment) & (later.segment != 0) & (later.follows_another == 1)
+        back = (self.end_text < later.start_text) & (self.end > later.start)
+        back |= (self.start_text < later.start_text) & (self.start > later.start)
+        return (same & back).any((0, 1))
+
+
 def _contradict_across(
     positions: jax.Array,
     segments: jax.Array,
     falls: np.ndarray,
     axes: tuple[str, ...],
     samples: _Samples | None,
+    last: _LastSegment | None = None,
 ) -> jax.Array:
-    """Both rules on sequences sharded over mesh axes: bool ``[rows]``, equal on all devices.
+    """The rules on sequences sharded over mesh axes: bool ``[rows]``, equal on all devices.
 
     Inside a shard the layout always ascends. So each device checks whether its own positions
     ascend, and the tokens at the ends of shards show whether positions ascend between them.
@@ -299,6 +446,7 @@ def _contradict_across(
       falls: bool ``[devices - 1]``, whether the layout goes back between a shard and the next.
       axes: mesh axes that the sequences are sharded over.
       samples: the tokens that the second rule is applied to; None applies the first rule alone.
+      last: the device's last segments, with ``samples``.
     """
     same, ascend = _pairs(positions, segments)
     descends = (same & ~ascend).any(1)
@@ -306,16 +454,20 @@ def _contradict_across(
     ends = np.array([0, -1])
     index = ends if samples is None else np.array([*ends, *samples.shown])
     shown = [jnp.broadcast_to(x[:, index].T, (index.size, rows)) for x in (positions, segments)]
-    mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None]])
+    own = [] if last is None else [jnp.broadcast_to(x, (1, rows)) for x in last]
+    mine = jnp.concatenate([*shown, descends.astype(jnp.int32)[None], *own])
     here = jnp.arange(falls.size + 1, dtype=jnp.int32) == lax.axis_index(axes)
     every = lax.psum(jnp.where(here[:, None, None], mine, 0), axes)
     # Of all devices: [devices, shared tokens, rows]. The first two tokens are a shard's ends.
-    position, segment, descends = jnp.split(every, [index.size, 2 * index.size], axis=1)
+    count = index.size
+    position, segment = every[:, :count], every[:, count : 2 * count]
+    descends, own = every[:, 2 * count], every[:, 2 * count + 1 :]
     same = (segment[:-1, 1] == segment[1:, 0]) & (segment[1:, 0] != 0)
     ascend = position[1:, 0] > position[:-1, 1]
-    ordered = (ascend | ~same).all(0) & (descends == 0).all((0, 1))
+    ordered = (ascend | ~same).all(0) & (descends == 0).all(0)
     wrong = ordered & (same & falls[:, None]).any(0)
-    if samples is None:
+    if samples is None or last is None:
         return wrong
+    wrong |= _LastSegment(*own.swapaxes(0, 1)).contradicts()
     position, segment = (x[:, 2:].reshape(-1, rows).T for x in (position, segment))
     return wrong | _goes_back(position, segment, samples)

@@ -287,7 +287,8 @@ def check_devices(mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> No
 def check_one_device(arrays: Mapping[str, jax.Array]) -> None:
     """Raises ValueError if an array of ``local_attention`` is known to be sharded."""
     for name, array in arrays.items():
-        split = bool(flat_names(*getattr(jax.typeof(array).sharding, "spec", ())))
+        sharding = jax.typeof(array).sharding
+        split = axes_size(sharding.mesh, *getattr(sharding, "spec", ())) > 1
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             split = not array.is_fully_replicated
         if split:

@@ -8,19 +8,51 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pallas_kernels.mask import Mask
+
+# Entries of a table that are looked at together, which bounds the memory that it takes.
+_ENTRIES = 1 << 20
+
 
 class Runs(NamedTuple):
-    """Runs of equally spaced tokens on every shard, each within one block.
+    """Runs of equally spaced tokens of all shards, each within one block, by shard and block.
 
     Attributes:
-      starts: int64 ``[n, runs]``, the position of the first token of each run.
-      counts: int64 ``[n, runs]``, number of tokens; 0 where a shard has fewer runs.
-      blocks: int64 ``[n, runs]``, index of its block.
+      shards: int64 ``[runs]``, the shard that has the run; ascending.
+      blocks: int64 ``[runs]``, index of its block, from 0; ascending within a shard.
+      starts: int64 ``[runs]``, the position of its first token.
+      counts: int64 ``[runs]``, number of tokens, at least 1.
+    """
+
+    shards: np.ndarray
+    blocks: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+    def tokens(self, shape: tuple[int, int]) -> np.ndarray:
+        """Number of tokens of each shard in each block, float64 of this shape."""
+        index = np.ravel_multi_index((self.shards, self.blocks), shape)
+        return np.bincount(index, self.counts, shape[0] * shape[1]).reshape(shape)
+
+
+class BlockPairs(NamedTuple):
+    """The blocks of keys that the queries of each block may attend to.
+
+    Attributes:
+      starts: int64 ``[rows + 1]``: row i has the columns ``columns[starts[i] : starts[i + 1]]``. In
+        these blocks the mask by positions may mask some of the scores.
+      columns: int64 ``[pairs]``.
+      full: float64 ``[n, blocks of keys]``: how many queries of each shard attend to all keys of
+        a block; None if none are known to.
     """
 
     starts: np.ndarray
-    counts: np.ndarray
-    blocks: np.ndarray
+    columns: np.ndarray
+    full: np.ndarray | None = None
+
+
+# Without blocks the sequence is one.
+ONE_BLOCK = BlockPairs(np.arange(2), np.zeros(1, np.int64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +85,36 @@ class Blocks:
         """The fraction of blocks that any head attends to; 1 if the table is traced."""
         return 1.0 if self.table is None else float(self.table.mean())
 
-    def allows(self, q: Runs, kv: Runs) -> np.ndarray:
-        """Whether queries of a run may attend to keys of a run, bool ``[n, runs, runs]``.
+    def pairs(self, mask: Mask, queries: Runs, shards: int) -> BlockPairs:
+        """The pairs of blocks with allowed scores.
 
-        ``q`` and ``kv`` are the runs of the two shards on each of n devices.
+        Few of them are partly masked by positions. Of the others only sums are kept.
+
+        Args:
+          mask: the mask by positions.
+          queries: the runs of ``shards`` shards.
+          shards: n.
         """
         assert self.table is not None
-        # A run without tokens may have a block index beyond the last block.
-        rows, columns = (
-            np.minimum(runs.blocks, size - 1)
-            for runs, size in zip((q, kv), self.shape, strict=True)
-        )
-        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
-        return self.table[rows[:, :, None], columns[:, None, :]] & some
+        rows, columns = self.shape
+        by_row = queries.tokens((shards, rows))
+        full = np.zeros((shards, columns))
+        kept = [(np.zeros(0, np.int64),) * 2]
+        step = max(1, _ENTRIES // columns)
+        for first in range(0, rows, step):
+            table = self.table[first : first + step]
+            row, column = np.nonzero(table)
+            base = (first + row) * self.q_block - column * self.kv_block
+            least, most = (np.full_like(base, i) for i in (1 - self.kv_block, self.q_block - 1))
+            low, high = mask.shards(base, 1, least, most)
+            whole = (low == least) & (high == most)
+            unmasked = np.zeros(table.shape)
+            unmasked[row[whole], column[whole]] = 1
+            full += by_row[:, first : first + len(table)] @ unmasked
+            partly = (low <= high) & ~whole
+            kept.append((first + row[partly], column[partly]))
+        row, column = (np.concatenate(each) for each in zip(*kept, strict=True))
+        return BlockPairs(np.searchsorted(row, np.arange(rows + 1)), column, full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,27 +129,32 @@ class AttentionChunks:
     q_block: int
     kv_block: int
 
-    def allows(self, q: Runs, kv: Runs) -> np.ndarray:
-        """As :meth:`Blocks.allows`: runs of the same chunk."""
-        some = (q.counts > 0)[:, :, None] & (kv.counts > 0)[:, None, :]
-        return (q.blocks[:, :, None] == kv.blocks[:, None, :]) & some
+    def pairs(self, mask: Mask, queries: Runs, shards: int) -> BlockPairs:
+        """As :meth:`Blocks.pairs`: each chunk with itself."""
+        del mask, shards
+        chunks = np.arange(int(queries.blocks.max(initial=0)) + 2)
+        return BlockPairs(chunks, chunks[:-1])
 
 
 def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> Runs:
-    """Splits the runs of all shards at blocks of ``block`` positions; None splits nothing.
+    """Splits the runs of all shards at blocks of ``block`` positions; None is one block of all.
 
-    The runs are those of :func:`burst_jax.layouts.permutation.shard_runs`.
+    Tokens before position 0 are left out of blocks, in which they attend to nothing. The runs are
+    those of :func:`burst_jax.layouts.permutation.shard_runs`.
     """
     if block is None:
-        return Runs(starts, np.full_like(starts, count), np.zeros_like(starts))
+        shards = np.repeat(np.arange(len(starts)), starts.shape[1])
+        return Runs(shards, 0 * shards, starts.reshape(-1), np.full_like(shards, count))
     first = starts // block
     last = (starts + stride * (count - 1)) // block
-    parts = np.arange(int((last - first).max()) + 1)
-    blocks = first[..., None] + parts
+    blocks = first[..., None] + np.arange(int((last - first).max()) + 1)
     # The part of a run in block b: tokens i with block b <= start + stride i < block (b + 1).
     begins, ends = (
         np.clip(-((starts[..., None] - edge * block) // stride), 0, count)
         for edge in (blocks, blocks + 1)
     )
-    at = starts[..., None] + stride * begins
-    return Runs(*(x.reshape(len(starts), -1) for x in (at, ends - begins, blocks)))
+    kept = np.nonzero((ends > begins) & (blocks >= 0))
+    at = starts[kept[:2]] + stride * begins[kept]
+    runs = Runs(kept[0], blocks[kept], at, (ends - begins)[kept])
+    order = np.lexsort((runs.blocks, runs.shards))
+    return Runs(*(x[order] for x in runs))

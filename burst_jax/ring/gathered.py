@@ -37,6 +37,7 @@ from jax import lax
 
 from burst_jax.ring.local import Gradients
 from burst_jax.ring.request import Request
+from burst_jax.ring.route import Route
 from burst_jax.ring.schedule import step_name
 from burst_jax.ring.zone import (
     LAST,
@@ -66,7 +67,9 @@ class _Documents:
 
     Attributes:
       whole: inputs of the attention over whole documents.
-      split: inputs of that over split documents, with this device's zone instead of all keys.
+      split: inputs of that over split documents, with the keys of this device's zone instead of a
+        slice of all zones. The arrays are those of every slice: an implementation chooses the form
+        in which it accumulates dQ by them.
       specs: of ``whole`` and of ``split``.
       shard: this device's shard.
       route: the ring.
@@ -96,7 +99,10 @@ class _Documents:
         document = counts[1] - counts[0]
         here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
         self._is_split = (ids != 0) & (document.sum(0) > document[here])
+        self._segment_ids = Order.of(inputs.query).segment_ids
+        outside = self._segment_ids[:, : shard.outside]
         self._contradicts = self._is_outside(inputs, zones.segment_ids, here)
+        self._contradicts |= _is_on_several_shards(self.route, outside)
         # A slice is a range of a sorted zone.
         of_slices = [
             jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
@@ -109,8 +115,9 @@ class _Documents:
         self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
         local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
+        starts, ends = self._ranges[0]
         query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        query = query._replace(positions=indices(zone))
+        query = query._replace(positions=indices(zone), kv_starts=starts, kv_ends=ends)
         self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
         self.specs = shard.spec, without_mask(request.spec)
 
@@ -150,7 +157,7 @@ class _Documents:
         return jnp.moveaxis(unsorted.reshape(shape), 1, 0)
 
     def combined(self, whole: Carry, split: Carry) -> Carry:
-        """Out and lse of the shard; NaN in the zone if the placement contradicts the layout."""
+        """Out and lse of the shard; with NaN if the placement contradicts the layout."""
         # XLA reads and writes the zone's part alone only if both operations have one start index,
         # which is no constant: else it would read by a static slice, and copy the whole shard.
         first = lax.optimization_barrier(jnp.int32(self.shard.outside))
@@ -158,12 +165,46 @@ class _Documents:
         def with_zone(x: jax.Array, of_split: jax.Array, axis: int, per_token: Any) -> jax.Array:
             zone = lax.dynamic_slice_in_dim(x, first, of_split.shape[axis], axis)
             zone = jnp.where(per_token(self._is_split), of_split, zone)
-            wrong = per_token(self._contradicts[:, None])
-            zone = jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), zone)
             return lax.dynamic_update_slice_in_dim(x, zone, first, axis)
 
         out = with_zone(whole[0], split[0], 1, lambda x: x[:, :, None, None])
-        return out, with_zone(whole[1], split[1], 2, lambda x: x[:, None])
+        lse = with_zone(whole[1], split[1], 2, lambda x: x[:, None])
+        return _nan_where(self._contradicts, self._segment_ids, (out, lse))
+
+
+def _is_on_several_shards(route: Route, segment_ids: jax.Array) -> jax.Array:
+    """Bool ``[B]``, whether another shard has tokens of a document, too, outside of all zones.
+
+    Then the layout is that of another placement, or of no placement. Of several shards that have
+    pieces, two have one of the same document as their last: split documents have the highest ids.
+    In the order of a fixed layout neighbouring blocks share a document that is their first or last.
+
+    Args:
+      route: the ring.
+      segment_ids: int32 ``[B, tokens]`` of this shard, without its zone.
+    """
+    if not segment_ids.shape[1]:
+        return jnp.zeros(segment_ids.shape[0], bool)
+    # Padding is at the end of a shard.
+    ends = jnp.stack([segment_ids[:, 0], segment_ids.max(1)])
+    everyone = route.gather(ends)
+    others = indices(route.size) != jnp.asarray(route.source(route.local), jnp.int32)
+    same = (everyone[:, :, None] == ends) & (ends != 0) & others[:, None, None, None]
+    return same.any((0, 1, 2))
+
+
+def _nan_where(wrong: jax.Array, segment_ids: jax.Array, carry: Carry) -> Carry:
+    """Out and lse with NaN in the last token of each sequence that is ``wrong``, bool ``[B]``.
+
+    One token: XLA writes it in place, and would copy what it selects from.
+    """
+    out, lse = carry
+    rows, tokens = jnp.arange(len(wrong)), segment_ids.shape[1]
+    last = jnp.max(jnp.where(segment_ids != 0, indices(tokens), 0), 1)
+    of_token, of_heads = out[rows, last], lse[rows, :, last]
+    of_token = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, out.dtype), of_token)
+    of_heads = jnp.where(wrong[:, None], jnp.float32(jnp.nan), of_heads)
+    return out.at[rows, last].set(of_token), lse.at[rows, :, last].set(of_heads)
 
 
 def forward(request: Request, implementation: Implementation, inputs: AttentionInputs) -> Carry:
@@ -176,8 +217,13 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         return run_jitted(inputs, bounds, carry, spec=spec, out_dtype=out_dtype)
 
     if not _sends(request):
-        shard = Shard(request, inputs)
-        return run(shard.inputs, None, shard.spec, dtype)
+        shard, length = Shard(request, inputs), inputs.q_length
+        results = run(shard.inputs, None, shard.spec, dtype)
+        if request.ring_size == 1:
+            return results
+        ids = Order.of(inputs.query).segment_ids
+        wrong = _is_on_several_shards(request.route(length, length), ids)
+        return vary(_nan_where(wrong, ids, results), varying_axes(inputs))
     documents = _Documents(request, inputs)
     of_whole, of_split = documents.specs
     # What is gathered later passes each step's barrier: XLA would gather it early.

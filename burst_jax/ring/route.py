@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ import numpy as np
 from jax import lax
 
 from burst_jax.layouts.permutation import Layout, shard_runs, stripe_size
-from burst_jax.ring.block_mask import AttentionChunks, Blocks, Runs, cut_runs
+from burst_jax.ring.block_mask import ONE_BLOCK, AttentionChunks, Blocks, cut_runs
 from pallas_kernels.mask import Mask
 
 # Distance of a ring step's blocks from their own devices, along each axis of the ring.
@@ -162,25 +162,6 @@ class ChunkedSend[Tree]:
         )
 
 
-class AllowedScores(NamedTuple):
-    """The scores that a mask allows between the runs of two shards, on each of n devices.
-
-    On device r, token i of query run a attends to token j of key run b where
-    ``low[r, a, b] <= i - j <= high[r, a, b]``.
-
-    Attributes:
-      low: int64 ``[n, query runs, key runs]``.
-      high: the same; less than ``low`` where no score is allowed.
-      q_counts: int64 ``[n, query runs, 1]``, the tokens of each run.
-      kv_counts: int64 ``[n, 1, key runs]``.
-    """
-
-    low: np.ndarray
-    high: np.ndarray
-    q_counts: np.ndarray
-    kv_counts: np.ndarray
-
-
 @dataclasses.dataclass(frozen=True)
 class RingMask:
     """Which scores a mask allows on each device at each ring step. It determines the route.
@@ -213,58 +194,82 @@ class RingMask:
         """n: devices on the ring, each with one shard of the queries and one of the keys."""
         return math.prod(self.ring_sizes)
 
-    def allowed(self, offset: Offset) -> AllowedScores:
-        """The allowed scores of the ring step at ``offset``, on every device.
+    @property
+    def excludes_scores(self) -> bool:
+        """Whether any scores are known to be masked before a program runs."""
+        return self.mask.reads_positions or self.blocks is not None
 
-        A shard consists of runs of equally spaced tokens
-        (:func:`burst_jax.layouts.permutation.shard_runs`), split here at the edges of the blocks of
-        a block-sparse mask.
-        """
+    def shards(self, offset: Offset) -> tuple[np.ndarray, np.ndarray]:
+        """The shards of the queries and of the keys that each device holds at ``offset``."""
         devices = sources = np.arange(self.size)
         if offset:
             sizes = np.array(self.ring_sizes)[:, None]
             started = np.array(np.unravel_index(devices, self.ring_sizes))
             started = started - np.array(offset)[:, None]
             sources = np.ravel_multi_index(tuple(started % sizes), self.ring_sizes)
-        q_shards, kv_shards = (sources, devices) if self.rotates_query else (devices, sources)
-        block_sizes = (None, None)
-        if self.blocks is not None:
-            block_sizes = self.blocks.q_block, self.blocks.kv_block
-        # Striped tokens form runs along or across stripes; this selects fewer pairs of runs.
-        stripe = stripe_size(self.layout) or 1
-        across = stripe**4 <= self.q_length * self.kv_length
-        runs_of = functools.partial(
-            shard_runs, self.layout, num_shards=self.size, across_stripes=across
+        return (sources, devices) if self.rotates_query else (devices, sources)
+
+
+class AllowedScores:
+    """How many scores a ring's mask allows on each device at each ring step.
+
+    A shard consists of runs of equally spaced tokens
+    (:func:`burst_jax.layouts.permutation.shard_runs`), split at the edges of the blocks of a
+    block-sparse mask. Scores are counted for pairs of runs whose blocks attend to each other, so
+    time and memory grow with the tokens, not with their square.
+    """
+
+    def __init__(self, ring: RingMask):
+        n, lengths, blocks = ring.size, (ring.q_length, ring.kv_length), ring.blocks
+        sizes = (None, None) if blocks is None else (blocks.q_block, blocks.kv_block)
+        # Striped tokens form runs along or across stripes; this selects fewer pairs of runs: of a
+        # block of b tokens a shard has b / (n stripe) runs along and at most ``stripe`` across.
+        of_blocks = (n * length for length in lengths)
+        of_blocks = (min(b or every, every) for b, every in zip(sizes, of_blocks, strict=True))
+        stripe = stripe_size(ring.layout) or 1
+        across = (n * stripe**2) ** 2 <= math.prod(of_blocks)
+        (q_start, self._stride, q_count), (kv_start, _, kv_count) = (
+            shard_runs(ring.layout, length, n, across_stripes=across) for length in lengths
         )
-        q_start, stride, q_count = runs_of(self.q_length)
-        q_start = q_start + self.query_offset
-        kv_start, _, kv_count = runs_of(self.kv_length)
-        q, kv = (
-            Runs(*(x[shards] for x in cut_runs(starts, stride, count, block)))
-            for shards, starts, count, block in (
-                (q_shards, q_start, q_count, block_sizes[0]),
-                (kv_shards, kv_start, kv_count, block_sizes[1]),
-            )
-        )
+        self._ring = ring
+        self._q = cut_runs(q_start + ring.query_offset, self._stride, q_count, sizes[0])
+        self._kv = cut_runs(kv_start, self._stride, kv_count, sizes[1])
+        pairs = ONE_BLOCK if blocks is None else blocks.pairs(ring.mask, self._q, n)
+        self._blocks = 1 + int(max(self._kv.blocks.max(), pairs.columns.max(initial=0)))
+        self._full = None
+        if pairs.full is not None:
+            self._full = pairs.full, self._kv.tokens(pairs.full.shape)
+        # Each run of queries with the blocks of keys that it may attend to.
+        rows = self._q.blocks
+        self._runs, at = _expanded(pairs.starts[rows], pairs.starts[rows + 1])
+        self._columns = pairs.columns[at]
+
+    def by_device(self, offset: Offset) -> np.ndarray:
+        """float64 ``[n]``: allowed scores of each device in the ring step at ``offset``."""
+        q_shards, kv_shards = self._ring.shards(offset)
+        holder = np.argsort(q_shards)
+        runs, counts = self._runs, np.zeros(len(holder))
+        keys = self._kv.shards * self._blocks + self._kv.blocks
+        wanted = kv_shards[holder][self._q.shards[runs]] * self._blocks + self._columns
+        pairs, kv = _expanded(*(np.searchsorted(keys, wanted, side) for side in ("left", "right")))
+        q = runs[pairs]
         # A query's position minus a key's is base + stride * (i - j), with i - j between
         # -(kv_count - 1) and q_count - 1. The mask allows differences from -right to left.
-        base = q.starts[:, :, None] - kv.starts[:, None, :]
-        q_counts, kv_counts = q.counts[:, :, None], kv.counts[:, None, :]
-        low, high = (np.broadcast_to(x, base.shape) for x in (1 - kv_counts, q_counts - 1))
-        low, high = self.mask.shards(base, stride, low, high)
-        if self.blocks is not None:
-            high = np.where(self.blocks.allows(q, kv), high, low - 1)
-        return AllowedScores(low, high, q_counts, kv_counts)
+        base, of = self._q.starts[q] - self._kv.starts[kv], (self._q.counts[q], self._kv.counts[kv])
+        low, high = self._ring.mask.shards(base, self._stride, 1 - of[1], of[0] - 1)
+        allowed = np.where(low <= high, _pairs_up_to(high, *of) - _pairs_up_to(low - 1, *of), 0)
+        counts += np.bincount(holder[self._q.shards[q]], allowed, len(holder))
+        if self._full is not None:
+            queries, keys = self._full
+            counts += (queries[q_shards] * keys[kv_shards]).sum(1)
+        return counts
 
-    def needs(self, offset: Offset) -> bool:
-        """Whether on some device a query attends to a key of the ring step at ``offset``.
 
-        The local block's step is always needed: a route starts there.
-        """
-        if not any(offset) or not (self.mask.reads_positions or self.blocks is not None):
-            return True
-        low, high, *_ = self.allowed(offset)
-        return bool((low <= high).any())
+def _expanded(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(i, j)`` of all j from ``begins[i]`` to ``ends[i] - 1``, for every i in order."""
+    counts = ends - begins
+    i = np.repeat(np.arange(len(counts)), counts)
+    return i, np.arange(len(i)) + np.repeat(begins - np.cumsum(counts) + counts, counts)
 
 
 @functools.lru_cache
@@ -272,10 +277,16 @@ def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
     """The route on a ring over ``axes``, without the steps at which no query attends to a key."""
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
+    scores = AllowedScores(mask) if mask.excludes_scores and mask.size > 1 else None
+
+    def needs(offset: Offset) -> bool:
+        # A route starts at the local block.
+        return scores is None or not any(offset) or bool(scores.by_device(offset).any())
+
     passes = []
     for outer in range(mask.size // inner):
         offsets = ((outer, i)[-len(sizes) :] if sizes else () for i in range(inner))
-        if needed := tuple(offset for offset in offsets if mask.needs(offset)):
+        if needed := tuple(filter(needs, offsets)):
             passes.append(needed)
     return Route(axes, sizes, tuple(passes))
 
@@ -289,13 +300,9 @@ def scores_per_step(route: Route, mask: RingMask) -> dict[Offset, tuple[float, f
       route: the route of the rotating side.
       mask: the mask for the same rotating side. Segment ids mask nothing here.
     """
-    scores = {}
-    for offset in route.offsets:
-        low, high, *counts = mask.allowed(offset)
-        pairs = _pairs_up_to(high, *counts) - _pairs_up_to(low - 1, *counts)
-        by_device = np.where(low <= high, pairs, 0).sum((1, 2), dtype=np.float64)
-        scores[offset] = float(by_device.max()), float(by_device.mean())
-    return scores
+    scores = AllowedScores(mask)
+    by_device = {offset: scores.by_device(offset) for offset in route.offsets}
+    return {offset: (float(each.max()), float(each.mean())) for offset, each in by_device.items()}
 
 
 def _pairs_up_to(bound: np.ndarray, q_count: np.ndarray, kv_count: np.ndarray) -> np.ndarray:

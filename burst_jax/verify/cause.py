@@ -143,7 +143,8 @@ class Sentences:
         return (
             f"an array made{source} {made} and is combined {line} with tokens in the "
             f"{self.layout} layout, whose index is not their position: use the batch's positions "
-            "(burst_jax.positions) for RoPE, position embeddings and masks"
+            "(burst_jax.positions) for RoPE, position embeddings and masks, and let "
+            "burst_jax.check_positions check them in training"
         )
 
     def shift(self, step: Step, line: str) -> str:

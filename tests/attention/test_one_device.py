@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lowered_programs as lowered
 import numpy as np
 import pytest
 import valid_calls as valid
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import count
 from meshes import assert_close, mesh_of
 from mistakes import B, H, K, N, T, zeros
 
@@ -52,6 +54,40 @@ def test_eager_and_compiled_and_inside_a_shard_map():
     in_ring = functools.partial(burst_jax.ring_attention, axis_name=None, **options)
     by_rows = jax.shard_map(in_ring, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P("data"))
     np.testing.assert_array_equal(jax.jit(by_rows)(*arrays), want[0])
+
+
+@pytest.mark.parametrize("split", [P(), P("data"), P(None, "seq")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_arrays_on_a_mesh_of_one_device(kind, split):
+    """Whatever axes of size 1 they are split over: results are split like the queries."""
+
+    def both(*arrays):
+        out, vjp = jax.vjp(
+            functools.partial(local_attention, return_residual=True, **CAUSAL), *arrays
+        )
+        return out, vjp(out)
+
+    mesh = mesh_of(kind, data=1, seq=1)
+    placed = jax.device_put(ARRAYS, jax.NamedSharding(mesh, split))
+    want = jax.jit(both)(*ARRAYS)
+    for each in (both, jax.jit(both)):
+        with jax.set_mesh(mesh):
+            results = each(*placed)
+            assert_close(results, want)
+            if kind is AxisType.Explicit:
+                assert all(
+                    jax.typeof(x).sharding.spec[:2] == P(*split, None, None)[:2] for x in results[0]
+                )
+    assert_close(jax.jit(both)(*placed), want)
+
+
+def test_kernels_run_under_explicit_axes():
+    """JAX lowers them inside a shard_map only, of which the caller has none."""
+    mesh = lowered.abstract_mesh("h100", {"seq": 1}, AxisType.Explicit)
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, P()))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(functools.partial(local_attention, is_causal=True))(x, x, x)
+    assert count(jaxpr.jaxpr, "mpmd_map") == 1
 
 
 def test_one_program_for_eager_calls():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,10 @@ from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import mesh_of
 
+import burst_jax
 from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.layers.nnx_layer import BurstAttention
+from burst_jax.layouts.balanced import balance_batch
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
@@ -198,6 +202,93 @@ def test_positions_of_another_layout_are_named(made, model):
         reject_other_layout(np.stack([positions(order, T, n)] * B), plain)
         # The caller may have positions that no layout has.
         reject_other_layout(np.roll(positions(order, T, n), 1), plain)
+
+
+def is_out_of_order(places, ids, text):
+    """Whether a token of a document is before an earlier one in its text."""
+    order = np.argsort(text)
+    places, ids = places[order], ids[order]
+    before = (ids[:, None] == ids) & (ids != 0) & np.tri(len(ids), k=-1, dtype=bool)
+    return bool((before & (places[:, None] < places)).any())
+
+
+@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+def test_a_batch_of_a_balanced_layout(layout, n):
+    """Pieces of split documents are in another order; documents that are whole are not."""
+    rng, options, lengths = np.random.default_rng(5), options_of(layout, n), []
+    for _ in range(40 * B):
+        cuts = np.sort(rng.choice(np.arange(1, T), rng.integers(1, 8), replace=False))
+        lengths.append(np.diff(cuts, prepend=0))
+    placements = balance_batch(lengths, num_shards=n, tokens_per_shard=T // n)
+    places, ids = (
+        np.stack([getattr(each, name) for each in placements])
+        for name in ("positions", "segment_ids")
+    )
+    text = positions(layout, T, n)
+    wrong = np.array([is_out_of_order(*row, text) for row in zip(places, ids, strict=True)])
+    assert 20 < wrong.sum() < len(wrong) - 5
+    for row in range(0, len(wrong), 4):
+        given = places[row : row + 1], ids[row : row + 1]
+        if wrong[row]:
+            with pytest.raises(ValueError, match="positions of row 0 are in another order"):
+                reject_wrong_order(X, *given, options)
+        else:
+            assert reject_wrong_order(X, *given, options) is X
+    # In a traced call a few tokens are compared.
+    check = quick_jit(functools.partial(reject_wrong_order, options=options))
+    marked = np.isnan(check(jnp.ones((len(wrong), T, 1)), places, ids)).any((1, 2))
+    assert not (marked & ~wrong).any()
+    assert marked[wrong].mean() > 0.5
+
+
+@pytest.mark.parametrize("function", ["burst_attention", "ring_attention"])
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_models_in_plain_jax_check_their_positions(function, ndim):
+    """Any array of the model, with the arguments of its attention, inside of a shard_map or not."""
+    mesh, rng = mesh_of(seq=4), np.random.default_rng(0)
+    ids = np.ones((B, T), np.int32)
+    ids[0, 21:], ids[1, 19:] = 2, 2
+    ids = jnp.asarray(to_layout(ids, "zigzag", 4))
+    x = jnp.asarray(rng.normal(size=(B, T, 2, 4)[:ndim]), jnp.float32)
+    options: Any = {"layout": "zigzag", "is_causal": True}
+
+    def check(x, places, ids):
+        masks: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+        more: Any = {"mesh": mesh} if function == "burst_attention" else {"seq_axis": "seq"}
+        return burst_jax.check_positions(x, places, **options, **masks, **more)
+
+    run = check
+    if function == "ring_attention":
+        spec = jax.P(None, "seq")
+        run = jax.shard_map(check, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    right = np.tile(positions("zigzag", T, 4), (B, 1))
+    arange = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    mixed = np.stack([arange[0], arange[1], right[2]])
+    got = np.asarray(jax.jit(run)(x, mixed, ids))
+    assert np.isnan(got[:2]).all()
+    np.testing.assert_array_equal(got[2], x[2])
+    np.testing.assert_array_equal(jax.jit(run)(x, right, ids), x)
+    if function == "burst_attention":
+        np.testing.assert_array_equal(check(x, right, ids), x)
+        with pytest.raises(ValueError, match="positions of row 0 are in another order"):
+            check(x, mixed, ids)
+
+
+def test_check_positions_names_wrong_arguments():
+    options: Any = options_of("zigzag", 4)
+    right: Any = positions("zigzag", T, 4)
+    for message, x, places, more in (
+        (r"x has shape \(3,\): it must be \[B, T, ...\]", jnp.ones(3), right, {}),
+        (r"positions has shape \(47,\), x \(3, 48, 2\): it must be", X, right[1:], {}),
+        ("positions has dtype float32: convert it to int32", X, right.astype(np.float32), {}),
+        ("positions is a list: it must be an int32 array", X, right.tolist(), {}),
+        (r"query_segment_ids has shape \(48,\)", X, right, {"query_segment_ids": right}),
+        ("layout is 'zig': use one of", X, right, {"layout": "zig"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            burst_jax.check_positions(x, places, **options | more)
+    with pytest.raises(TypeError, match=r"check_positions\(\) got an unexpected keyword .*layouts"):
+        burst_jax.check_positions(X, right, **options | {"layouts": "zigzag"})
 
 
 def test_steps_and_layers_raise_for_a_batch_of_another_layout():

@@ -77,6 +77,12 @@ def check(placed, lengths, n, c):
     assert placed.split == tuple(split)
     assert (place[np.isin(document, split)] >= c - placed.zone).all()
     assert placed.layout == f"balanced:{placed.zone}"
+    # Whole documents come longest first: a GPU idles least if its last tiles are short ones.
+    sizes = np.zeros(len(lengths) + 1, np.int64)
+    sizes[id_of] = np.asarray(lengths, np.int64)
+    for row in ids:
+        (whole,) = np.nonzero((row > 0) & (row <= len(lengths) - len(split)))
+        assert (np.diff(sizes[row[whole]]) <= 0).all()
     # Split documents have the highest ids.
     assert sorted(id_of[split]) == list(range(len(lengths) - len(split) + 1, len(lengths) + 1))
     work = shard_work(placed, np.asarray(lengths, int), n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from burst_jax.layouts import balance, work_report
+from burst_jax.layouts import RingCosts, balance, work_report
 from burst_jax.layouts.balanced import search_batch
 from burst_jax.layouts.documents import packed_runs, place_documents, placed_runs, runs_of
 from burst_jax.layouts.permutation import positions
@@ -83,6 +83,7 @@ def test_shares_of_ideal():
     assert 0.4 < shares["one", "contiguous"] < 0.6
     assert shares["each", "balanced:0"] == 1
     assert reports["each", "balanced:0"].bytes_sent == 0
+    assert reports["each", "balanced:0"].empty_steps == 0  # There are none.
     assert shares["each", "zigzag"] < 0.4
     # Half-blocks of whole documents: no ring step has anything to do.
     assert (reports["each", "zigzag"].empty_steps, reports["each", "zigzag"].balance) == (1, 1)
@@ -98,6 +99,24 @@ def test_shares_of_ideal():
     assert report.balance == pytest.approx(placed.balance)
     nothing = work_report(0 * ids, "zigzag", n)
     assert (nothing.balance, nothing.share_of_ideal, nothing.empty_steps) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced:24"])
+def test_a_step_without_pairs_takes_less_time(layout):
+    """The slowest device's time by hand, of costs that only steps have."""
+    n, c = 4, 24
+    costs = RingCosts(zone=0, zone_token=0, gathered_token=0, send=0, step=5, step_token=7, tile=0)
+    ids = np.repeat([1, 2, 3], [40, 24, 32])[None].astype(np.int32)
+    report = work_report(ids, layout, n, costs=costs)
+    order = positions(layout, n * c, n) if not layout.startswith("balanced") else None
+    if order is None:
+        assert report.share_of_ideal == pytest.approx(1 / report.balance)
+        return
+    want = counted(ids[0], order, n)
+    busy = ((want > 0) & ~np.eye(n, dtype=bool)).sum(1)
+    assert 0 < busy.sum() < n * (n - 1)
+    slowest = max(want.sum(1) + (n - 1) * 5 + busy * 7 * c)
+    assert report.share_of_ideal == pytest.approx(want.sum() / (n * slowest))
 
 
 def test_mistakes_raise():

@@ -157,11 +157,16 @@ def a_call(mix, zone):
 
 @pytest.mark.parametrize(("mix", "sends"), [("whole", False), ("mixed", True)])
 def test_only_a_zone_is_sent(mix, sends):
+    """Without one, of each sequence two segment ids: those that another shard must not have."""
     attend = functools.partial(burst_jax.burst_attention, **a_call(mix, None))
     x = jnp.zeros((2, 48, KV, H))
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x).jaxpr
-    sent = {equation.primitive.name for equation, _ in equations(jaxpr)}
-    assert bool(sent & {"ppermute", "all_gather", "all_gather_invariant"}) == sends
+    sent = [
+        each.invars[0].aval.size
+        for each, _ in equations(jaxpr)
+        if each.primitive.name.startswith(("ppermute", "all_gather", "psum_scatter", "all_to_all"))
+    ]
+    assert sends == (sent != [2 * 2])
 
 
 def test_what_balanced_layouts_need_and_lack():
@@ -201,18 +206,61 @@ def test_what_balanced_layouts_need_and_lack():
         burst_jax.positions(good["layout"], 48, 2)
 
 
-def test_a_zone_of_another_placement_gives_nan():
-    """Pieces before the zone would miss keys."""
-    x, given = jnp.ones((2, 72, KV, H)), arguments(placed("mixed", 3, 20)[1])
-    given |= {"mesh": mesh_of(seq=3), "is_causal": True}
-    del given["layout"]
-    attend = jax.jit(
-        functools.partial(burst_jax.burst_attention, x, x, x, **given), static_argnames="layout"
-    )
-    for zone, wrong in ((20, False), (24, False), (6, True)):
-        out = np.asarray(attend(layout=f"balanced:{zone}"))
-        # The documents of the other sequence are whole.
-        assert np.isnan(out).any((1, 2, 3)).tolist() == [wrong, False]
+def attended(call, layout):
+    """Out and the gradient of the queries, of two sequences on three devices."""
+    x = jnp.ones((2, 72, KV, H))
+
+    @jax.jit
+    def run(x):
+        attend = functools.partial(
+            burst_jax.burst_attention, key=x, value=x, **call, layout=layout, is_causal=True,
+            mesh=mesh_of(seq=3),
+        )  # fmt: skip
+        out, vjp = jax.vjp(attend, x)
+        return out, *vjp(jnp.ones_like(out))
+
+    return map(np.asarray, run(x))
+
+
+def assert_nan_in(call, layout, wrong):
+    """In tokens that a loss reads, of these sequences alone."""
+    live = call["query_segment_ids"] != 0
+    for x in attended(call, layout):
+        assert (np.isnan(x).any((2, 3)) & live).any(1).tolist() == wrong
+        assert not np.isnan(x)[~np.array(wrong)].any()
+
+
+@pytest.mark.parametrize(
+    ("zone", "wrong"), [(20, False), (24, False), (6, True), (1, True), (0, True)]
+)
+def test_a_zone_of_another_placement_gives_nan(zone, wrong):
+    """Pieces before the zone would miss keys. The documents of the other sequence are whole."""
+    call = arguments(placed("mixed", 3, 20)[1])
+    del call["layout"]
+    assert_nan_in(call, f"balanced:{zone}", [wrong, False])
+
+
+@pytest.mark.parametrize("zone", [0, 5, 8])
+def test_pieces_before_every_zone_give_nan(zone):
+    """Padding fills the zones of all shards."""
+    lengths = [[33], [7, 7, 7]]
+    placements = balance_batch(lengths, num_shards=3, tokens_per_shard=24, zone=24)
+    call = arguments(placements)
+    assert (call["query_segment_ids"].reshape(2, 3, 24)[:, :, -8:] == 0).all()
+    assert_nan_in(call, call.pop("layout"), [False, False])
+    assert_nan_in(call, f"balanced:{zone}", [True, False])
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("zone", [0, 4])
+def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
+    """Of a document over several shards. Documents that each lie in one are as in a placement."""
+    ids = np.stack([np.repeat([1, 2, 3], [12, 48, 12]), np.repeat([1, 2, 3], 24)]).astype(np.int32)
+    places = np.stack([np.arange(72, dtype=np.int32)] * 2)
+    ids, places = (burst_jax.to_layout(x, order, 3) for x in (ids, places))
+    call = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    call |= dict.fromkeys(("query_positions", "key_value_positions"), places)
+    assert_nan_in(call, f"balanced:{zone}", [True, order != "contiguous"])
 
 
 def test_a_layer_passes_its_positions_on():

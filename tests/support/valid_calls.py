@@ -21,7 +21,7 @@ from cases import key_ranges, packed_segments
 from hypothesis import assume
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, quick_jit
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
@@ -78,7 +78,7 @@ class Program:
       static_table: whether block_mask is a NumPy array, compiled into the program.
     """
 
-    mesh: Mesh
+    mesh: Any  # Mesh, or AbstractMesh of what is only lowered.
     in_context: bool
     axes: dict[str, Any]
     options: dict[str, Any]

@@ -1,0 +1,77 @@
+"""Programs at training lengths, as users write them, are traced and lowered for both GPU families.
+
+Drawn by a design in which most pairs of what they try occur, always the same: calls of attention
+with all arguments, layers, and whole training steps, on meshes of 1, 2 and 8 GPUs. Lowering takes
+seconds, most of it for kernels, so it is left out of most: what JAX rejects, it rejects while it
+traces. ``--programs 300`` draws more.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import Any
+
+import lowered_models as models
+import lowered_programs as programs
+import pytest
+from conftest import PROGRAMS
+
+KINDS: dict[str, Any] = {
+    "calls": programs.a_call, "layers": models.a_layer, "steps": models.a_step,
+}  # fmt: skip
+# Of each kind: how many are quick, and how many there are.
+QUICK = {"calls": 10, "layers": 3, "steps": 2}
+COUNTS = {"calls": PROGRAMS, "layers": PROGRAMS // 4, "steps": PROGRAMS // 6}
+AT_ONCE = 10
+
+
+@functools.cache
+def drawn(kind):
+    return programs.designed(KINDS[kind], max(QUICK[kind], COUNTS[kind]))
+
+
+def assert_none_fails(each, *, lowers):
+    failed = []
+    for program in each:
+        try:
+            program.check(lowers=lowers)
+        except Exception:
+            failed.append(f"{program}\n{traceback.format_exc(limit=-3)}")
+    assert not failed, f"{len(failed)} of {len(each)}:\n" + "\n".join(failed)
+
+
+def test_packed_calls():
+    assert_none_fails(programs.packed_calls(), lowers=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_programs(kind):
+    assert_none_fails(drawn(kind)[: QUICK[kind]], lowers=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [(kind, i) for kind in KINDS for i in range(QUICK[kind], COUNTS[kind], AT_ONCE)],
+)
+def test_more_programs(kind, first):
+    assert_none_fails(drawn(kind)[first : first + AT_ONCE], lowers=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("calls", 5), ("layers", 2), ("steps", 2)])
+def test_some_are_lowered(kind, count):
+    """Every third, for both families."""
+    assert_none_fails(drawn(kind)[: 3 * count : 3], lowers=True)
+
+
+def test_the_design_tries_what_there_is():
+    """Few levels are in none of the programs, and every one of the first levels is."""
+    levels = frozenset().union(*(call.levels for call in drawn("calls")))
+    for wanted in (
+        programs.GPUS, programs.LAYOUTS, programs.ZONES, programs.FEATURES,
+        [f"tokens{count}" for count in programs.TOKENS], ["gradient", "forward"],
+        ["burst_attention", "ring_attention", "local_attention", "Auto", "Explicit"],
+    ):  # fmt: skip
+        assert set(wanted) <= levels
