@@ -43,8 +43,9 @@ class LocalArguments:
         ``S - T`` aligns causal queries to the last key. Default 0.
       query_positions: integers ``[T]`` or ``[B, T]``: the global position of each query, in any
         order; replaces the layout's positions and ``query_offset``.
-      key_value_positions: integers ``[S]``, the same for keys. Positions are between -2^30 and
-        2^30; traced ones are not checked, and int64 ones wrap. ``alibi_slopes``, ``score_mod``,
+      key_value_positions: integers ``[S]``, in a balanced layout ``[B, S]``, the same for keys.
+        Positions are between -2^30 and 2^30; traced ones are not checked, and int64 ones wrap.
+        ``alibi_slopes``, ``score_mod``,
         ``mask_mod`` and dropout need positions that are equal in all sequences.
       is_causal: a query attends to keys at its own and earlier positions only. Default False.
       scale: factor on the logits, a Python number. None is ``1 / sqrt(H)``. To apply a traced
@@ -86,8 +87,9 @@ class LocalArguments:
         differentiated with respect to the score. Captured arrays get no gradient and need "xla". It
         is static and compared by identity: define it once, not at each call.
       mask_mod: ``f(batch, head, q_position, kv_position) -> bool``, True where a query attends to a
-        key, combined with all other masks. By itself it skips no tiles: pass the matching
-        ``block_mask`` too (:func:`burst_jax.block_mask_of`).
+        key, combined with all other masks. Tiles that it masks entirely are skipped where integer
+        arithmetic on their positions shows that; a ring skips no steps by it. The matching
+        ``block_mask`` skips both (:func:`burst_jax.block_mask_of`).
       dropout_rate: probability, below 1, of dropping a softmax weight. The other weights are
         divided by ``1 - dropout_rate``; lse is not affected. Default 0.0.
       dropout_key: a new ``jax.random.key`` for each call; required for a nonzero rate. The result
@@ -168,9 +170,10 @@ class RingArguments(LocalArguments):
         (:mod:`burst_jax.ring.ulysses`): the GPUs of one node, with a ring between nodes. N on a
         device must be a multiple of the axis size, K a multiple or a divisor (then key heads are
         copied). The layout's number of shards does not include it.
-      layout: the order of the tokens in the arrays: "contiguous" (default), "zigzag", "striped", or
-        "striped:k" with stripes of k tokens; see :func:`burst_jax.to_layout`. zigzag and striped
-        balance the work of a causal mask.
+      layout: the order of the tokens in the arrays: "contiguous" (default), "zigzag", "striped",
+        "striped:k" with stripes of k tokens, see :func:`burst_jax.to_layout`, or "balanced:z", the
+        layout of a batch of :func:`burst_jax.layouts.balance`, with its positions and segment ids.
+        zigzag and striped balance the work of a causal mask, balanced that of packed documents.
       backward: what rotates in the backward pass: "rotate_kv" (K, V, dK, dV), "rotate_query" (Q,
         dO, lse, delta, dQ), or "auto" for fewer bytes. Default "auto".
     """

@@ -25,6 +25,8 @@ from burst_jax.ring.ulysses import check_heads
 # rings are within it (``python -m benchmarks plan``).
 ACCURACY = 0.03
 _MIB = 2**20
+# Time and memory of a plan grow with the number of attention chunks.
+_MOST_CHUNKS = 2**18
 # The printed code begins with these lines.
 IMPORTS = (
     "    import burst_jax",
@@ -230,6 +232,12 @@ def attention(
         length, batch, num_heads, kv_heads, head_dim, _given({"is_causal": True, **masks}),
         value_head_dim=value_head_dim,
     )  # fmt: skip
+    chunk = dict(shape.masks).get("attention_chunk_size")
+    if isinstance(chunk, int) and length > _MOST_CHUNKS * chunk > 0:
+        raise ValueError(
+            f"attention_chunk_size is {chunk}, length {length}: the planner counts the scores of "
+            f"up to {_MOST_CHUNKS} chunks; use chunks of {-(-length // _MOST_CHUNKS)} or more"
+        )
     if block_mask is not None:
         shape = dataclasses.replace(shape, blocks=_blocks(shape, block_mask))
     estimates, left_out = [], []

@@ -118,11 +118,7 @@ def step_seconds(
     chunks = -(-s.tokens // CHUNK_SIZE)
     logits = (s.tokens * s.vocab * _LOGIT_BYTES + chunks * 8 * s.head.whole) / bandwidth
 
-    features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
-    # Each direction sorts a token's copies and sorts them back: a read and a write of each. With an
-    # exchange the sender does the same with what it sends.
-    sorts = 8 * (s.assigned + s.sent)
-    passes = {name: features * (count + sorts) for name, count in _PASSES.items()}
+    passes = _passes(s, bandwidth)
     # Every chunk of the feed-forward accumulates into float32 gradients.
     sums = s.layers * 8 * s.mlp.whole * (strategy.mlp_chunks - 1) / bandwidth
     moments = 4 * moment_size if strategy.moments == "device" else 0
@@ -142,6 +138,27 @@ def step_seconds(
         + _exchanges(s, strategy, cluster),
         host=_exposed_host_copies(s, strategy, cluster, ahead, rate, moment_size),
     )
+
+
+def evaluation_seconds(sizes: DeviceSizes, cluster: Cluster, attentions: list[Estimate]) -> float:
+    """The time to evaluate a batch: a forward pass, whose communication counts as overlapped."""
+    s, gpu = sizes, cluster.gpu
+    rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
+    bandwidth = 1e9 * gpu.bandwidth
+    products = 2 * s.tokens * (s.layers * s.products + s.width * s.vocab) / rate
+    # Logits are written and read once.
+    logits = s.tokens * s.vocab * _LOGIT_BYTES / 2 / bandwidth
+    attention = sum(each.forward_seconds for each in attentions)
+    return attention + products + _passes(s, bandwidth)["forward"] + logits
+
+
+def _passes(s: DeviceSizes, bandwidth: float) -> dict[str, float]:
+    """Seconds of the memory-bound operations of all layers, by direction."""
+    features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
+    # Each direction sorts a token's copies and sorts them back: a read and a write of each. With an
+    # exchange the sender does the same with what it sends.
+    sorts = 8 * (s.assigned + s.sent)
+    return {name: features * (count + sorts) for name, count in _PASSES.items()}
 
 
 def _recomputed_weights(s: DeviceSizes, remat: Remat) -> int:

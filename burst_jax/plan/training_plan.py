@@ -13,13 +13,19 @@ import jax.numpy as jnp
 from burst_jax.models.config import DecoderConfig
 from burst_jax.plan.attention_plan import IMPORTS, as_arguments, as_python, mesh_code
 from burst_jax.plan.config_code import config_code
+from burst_jax.plan.final_evaluation import FinalEvaluation, final_evaluation
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.step_memory import StepMemory
 from burst_jax.plan.step_time import StepSeconds
 from burst_jax.plan.training_strategy import TrainingStrategy
 
-# Fraction of a GPU's memory that a step may use: the rest is for CUDA, NCCL and the model's error.
+# Fraction of a GPU's memory that a step may use: the rest is for CUDA and NCCL.
 USABLE = 0.94
+# A step's memory is estimated within this fraction.
+MEMORY_ACCURACY = 0.10
+# A strategy that exceeds the usable memory by that error is recommended only if what surely fits
+# takes longer by more than this fraction.
+WORTH_A_RISK = 0.05
 # Strategies whose times differ by at most this factor are equally fast, within the model's error.
 AS_FAST = 1.01
 # A difference of less than this fraction is not worth a sentence.
@@ -39,6 +45,7 @@ class StepEstimate:
       strategy: how the step is sharded, and what its layers save.
       memory: bytes.
       seconds: of a step.
+      evaluation_seconds: of a held-out batch.
       ring_host_bytes: bytes that the rings of a step send to another host, by the device that sends
         most there.
       tokens_per_second: per GPU.
@@ -48,6 +55,7 @@ class StepEstimate:
     strategy: TrainingStrategy
     memory: StepMemory
     seconds: StepSeconds
+    evaluation_seconds: float
     ring_host_bytes: int
     tokens_per_second: float
     mfu: float | None
@@ -65,6 +73,7 @@ class StepEstimate:
             "flags": strategy.flags,
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "seconds": dataclasses.asdict(self.seconds) | {"total": self.seconds.total},
+            "evaluation_seconds": self.evaluation_seconds,
             "ring_host_bytes": self.ring_host_bytes,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -74,6 +83,11 @@ class StepEstimate:
 def fits(memory: StepMemory, cluster: Cluster) -> bool:
     """Whether a step fits in the usable memory of a GPU."""
     return memory.total <= USABLE * cluster.gpu.memory * _GIB
+
+
+def surely_fits(memory: StepMemory, cluster: Cluster) -> bool:
+    """Whether it fits even if it needs as much more as the model's error."""
+    return (1 + MEMORY_ACCURACY) * memory.total <= USABLE * cluster.gpu.memory * _GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +103,7 @@ class TrainingPlan:
       estimates: an estimate for every possible strategy: those that fit in memory first, fastest
         first.
       left_out: ``(strategy and layout, reason)`` for every impossible mesh and layout.
+      shapes: the decoder's state as shapes.
     """
 
     config: DecoderConfig
@@ -98,6 +113,7 @@ class TrainingPlan:
     cluster: Cluster
     estimates: tuple[StepEstimate, ...]
     left_out: tuple[tuple[str, str], ...]
+    shapes: Any = dataclasses.field(repr=False)
 
     def fits(self, estimate: StepEstimate) -> bool:
         """Whether a step fits in the usable memory of a GPU."""
@@ -107,11 +123,17 @@ class TrainingPlan:
     def best(self) -> StepEstimate | None:
         """The recommended estimate, or None if none fits.
 
-        Of those that take at most :data:`AS_FAST` times as long as the fastest that fits, it is one
-        that needs the least host memory; of these one that sends the fewest bytes to other hosts;
-        of these one with the smallest Ulysses axis; of these the one that needs the least memory.
+        It is chosen from those that fit even with the model's error of :data:`MEMORY_ACCURACY`, if
+        these take at most :data:`WORTH_A_RISK` longer than the fastest that fits without it. Of
+        those that take at most :data:`AS_FAST` times as long as the fastest of the choice, it is
+        one that needs the least host memory; of these one that sends the fewest bytes to other
+        hosts; of these one with the smallest Ulysses axis; of these the one that needs the least
+        memory.
         """
         fit = list(filter(self.fits, self.estimates))
+        sure = [each for each in fit if surely_fits(each.memory, self.cluster)]
+        if sure and sure[0].seconds.total <= (1 + WORTH_A_RISK) * fit[0].seconds.total:
+            fit = sure
         as_fast = [each for each in fit if each.seconds.total <= AS_FAST * fit[0].seconds.total]
 
         def cost(each: StepEstimate) -> tuple[int, int, int, int]:
@@ -120,8 +142,21 @@ class TrainingPlan:
 
         return min(as_fast, key=cost, default=None)
 
+    @property
+    def evaluation(self) -> FinalEvaluation | None:
+        """The evaluation after training with the recommended strategy, or None if none fits."""
+        best = self.best
+        if best is None:
+            return None
+        return final_evaluation(
+            dataclasses.replace(self.config, mlp_chunks=best.strategy.mlp_chunks),
+            self.shapes, self.cluster, length=self.length, batch=self.batch,
+            shard=best.memory.weights, mesh_seconds=best.evaluation_seconds,
+        )  # fmt: skip
+
     def record(self) -> dict[str, Any]:
         """The whole plan as plain values, for JSON."""
+        evaluation = self.evaluation
         config = dataclasses.asdict(self.config)
         names = ("dtype", "param_dtype")
         config |= {name: jnp.dtype(config[name]).name for name in names}
@@ -134,6 +169,7 @@ class TrainingPlan:
             "moment_dtype": self.moment_dtype,
             "cluster": dataclasses.asdict(self.cluster),
             "recommended": None if self.best is None else self.best.record(),
+            "evaluation": None if evaluation is None else dataclasses.asdict(evaluation),
             "estimates": [each.record() | {"fits": self.fits(each)} for each in self.estimates],
             "left_out": dict(self.left_out),
         }
@@ -179,8 +215,8 @@ class TrainingPlan:
             f"{self.batch} x {self.length:,} tokens per step; s is of a step, all else per GPU",
             "remat, mlp chunks: of DecoderConfig (selective in 12: remat_layers=12); moments: the "
             "memory of AdamW's; MFU: without recomputation",
-            f"GiB: memory of a step, at most {usable:.1f} (in brackets: too much); host GiB: host "
-            "memory",
+            f"GiB: memory of a step, within {MEMORY_ACCURACY:.0%}, at most {usable:.1f} (in "
+            "brackets: too much); host GiB: host memory",
             "",
             *_aligned({title: list(map(self._cells, each)) for title, each in tables.items()}),
         ]
@@ -264,7 +300,7 @@ class TrainingPlan:
         ]
         return [
             *lines, "", "the same in a shell, in a checkout of burst-jax:",
-            *self._command(best, model, ignore), *self._reason(best),
+            *self._command(best, model, ignore), *self._reason(best), *self._risk(best),
         ]  # fmt: skip
 
     def _command(self, best: StepEstimate, model: str, ignore: Sequence[str]) -> list[str]:
@@ -272,10 +308,11 @@ class TrainingPlan:
         hosts, gpu, gpus = self.cluster.hosts, self.cluster.gpu, self.cluster.gpus
         lines = ["    # DIR: the checkpoint's folder. "] if model == "DIR" else ["    # "]
         lines[0] += "DATA: text files, JSON lines or arrays of token ids."
-        words = []
-        if best.memory.total > _JAX_PREALLOCATES * gpu.memory * _GIB:
+        words, allocated = [], _JAX_PREALLOCATES
+        if best.memory.total > allocated * gpu.memory * _GIB:
             lines.append("    # By default JAX preallocates three quarters of a GPU's memory.")
-            words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+            allocated = 0.95
+            words.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={allocated}")
         # On one host one process has all GPUs, on several each has one.
         pinned = (gpus if hosts == 1 else 1) * best.memory.host / _GIB
         if pinned > _JAX_PINS:
@@ -292,7 +329,28 @@ class TrainingPlan:
         words += ["--seq-len", str(self.length), "--batch", str(self.batch)]
         if self.moment_dtype != "float32":
             words += ["--moment-dtype", self.moment_dtype]
-        return [*lines, f"    {' '.join(words)}"]
+        last, flags = self._last(allocated * gpu.memory)
+        return [*lines, f"    {' '.join([*words, *flags])}", last]
+
+    def _last(self, memory: float) -> tuple[str, list[str]]:
+        """A comment on the evaluation after the last step, and its flags.
+
+        ``memory`` is what JAX allocates on a GPU, in GiB.
+        """
+        found = self.evaluation
+        assert found is not None
+        line = (
+            f"    # After the last step it evaluates {found.batches} batches: about "
+            f"{_duration(found.mesh_seconds)} on the mesh"
+        )
+        if self.cluster.size == 1 or self.cluster.hosts > 1:
+            return f"{line}.", []
+        needed = found.device_memory / _GIB
+        if needed > memory:
+            lacks = f"not on one GPU, which would need {needed:.0f} GiB"
+            return f"{line}, {lacks}.", ["--one-device", "never"]
+        alone = f"and {_duration(found.device_seconds)} on one GPU"
+        return f"{line}, {alone} (--one-device never: not there).", []
 
     def _reason(self, best: StepEstimate) -> list[str]:
         """Why the recommended strategy is not the fastest that fits; empty if it is."""
@@ -315,9 +373,21 @@ class TrainingPlan:
             gains.append(f"{saved:.1f} GiB less memory per GPU")
         cells = zip(_DIFFERENCES, self._cells(fastest), self._cells(best), strict=False)
         differences = [text.format(theirs) for text, theirs, ours in cells if theirs != ours]
+        error = ", within the model's error" if slower <= AS_FAST - 1 else ""
         return [
-            f"    # {slower:.1%} slower than the fastest that fits ({', '.join(differences)}),"
-            f" within the model's error, but {', '.join(gains)}"
+            f"    # {slower:.1%} slower than the fastest that fits ({', '.join(differences)})"
+            f"{error}, but {', '.join(gains)}"
+        ]
+
+    def _risk(self, best: StepEstimate) -> list[str]:
+        """That the recommended strategy may not fit; empty if it surely does."""
+        if surely_fits(best.memory, self.cluster):
+            return []
+        usable = USABLE * self.cluster.gpu.memory
+        return [
+            f"    # It needs {best.memory.total / _GIB:.1f} of {usable:.1f} GiB, within "
+            f"{MEMORY_ACCURACY:.0%}: try it with --steps 2. What surely fits is more than "
+            f"{WORTH_A_RISK:.0%} slower, if anything does."
         ]
 
 
@@ -361,6 +431,11 @@ def _aligned(tables: dict[str, list[list[str]]]) -> list[str]:
     for title, rows in tables.items():
         lines += [f"{title}:", heading, "-" * len(heading), *map(line, rows), ""]
     return lines[:-1]
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as text, minutes from 100 s on."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _firsts(

@@ -22,8 +22,8 @@ from burst_jax.plan.cost_model import Estimate
 from burst_jax.plan.device_sizes import DeviceSizes, device_sizes
 from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
 from burst_jax.plan.step_memory import StepMemory, step_memory
-from burst_jax.plan.step_time import attention_of, step_seconds
-from burst_jax.plan.training_plan import StepEstimate, TrainingPlan, fits
+from burst_jax.plan.step_time import attention_of, evaluation_seconds, step_seconds
+from burst_jax.plan.training_plan import StepEstimate, TrainingPlan, fits, surely_fits
 from burst_jax.plan.training_strategy import TrainingStrategy, Weights
 from burst_jax.training.adam import Moments
 
@@ -49,8 +49,9 @@ def training(
     for the backward pass (``remat``, and ``remat_layers`` where only some layers can be
     "selective"), the chunks of the feed-forward, and where the optimizer's moments are. All
     combinations are compared. The optimizer is AdamW, and the loss has its default ``chunk_size``.
-    Memory is within 10 % of the compiled program's (:mod:`burst_jax.plan.step_memory`); seconds
-    follow from measured rates (:mod:`burst_jax.plan.step_time`).
+    Memory is within 10 % of the compiled program's (:mod:`burst_jax.plan.step_memory`), for which
+    the recommendation leaves room; seconds follow from measured rates
+    (:mod:`burst_jax.plan.step_time`).
 
     Args:
       config: the decoder, like ``burst_jax.models.load_config(folder)``. Its ``remat``,
@@ -122,7 +123,7 @@ def training(
 
     estimates.sort(key=order)
     return TrainingPlan(
-        config, length, batch, dtype.name, cluster, tuple(estimates), tuple(left_out)
+        config, length, batch, dtype.name, cluster, tuple(estimates), tuple(left_out), shapes
     )
 
 
@@ -200,7 +201,7 @@ class _Search:
             for moments in places:
                 strategy = dataclasses.replace(self.mesh, remat=remat, moments=moments)
                 found.append(self._in_chunks(strategy))
-                if remat == "selective" and not fits(found[-1].memory, self.cluster):
+                if remat == "selective" and not surely_fits(found[-1].memory, self.cluster):
                     found += self._some_selective(strategy)
         return found
 
@@ -218,11 +219,11 @@ class _Search:
         return found
 
     def _some_selective(self, strategy: TrainingStrategy) -> list[StepEstimate]:
-        """The strategy with as many "selective" layers as fit; empty if not even one does."""
+        """The strategy with as many "selective" layers as surely fit; empty if not even one."""
 
         def too_large(count: int) -> bool:
             some = dataclasses.replace(strategy, remat_layers=count)
-            return not any(fits(memory, self.cluster) for _, memory in self._chunked(some))
+            return not any(surely_fits(memory, self.cluster) for _, memory in self._chunked(some))
 
         # Memory grows with the number of layers.
         count = bisect_left(range(1, self.sizes.layers), True, key=too_large)
@@ -255,6 +256,7 @@ class _Search:
             strategy=best,
             memory=memory,
             seconds=seconds,
+            evaluation_seconds=evaluation_seconds(self.sizes, self.cluster, attentions),
             ring_host_bytes=sum(each.host_bytes for each in attentions),
             tokens_per_second=rate,
             mfu=None if peak is None else flops / peak,

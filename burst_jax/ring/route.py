@@ -231,7 +231,7 @@ class AllowedScores:
         (q_start, self._stride, q_count), (kv_start, _, kv_count) = (
             shard_runs(ring.layout, length, n, across_stripes=across) for length in lengths
         )
-        self._ring = ring
+        self._mask = ring.mask
         self._q = cut_runs(q_start + ring.query_offset, self._stride, q_count, sizes[0])
         self._kv = cut_runs(kv_start, self._stride, kv_count, sizes[1])
         pairs = ONE_BLOCK if blocks is None else blocks.pairs(ring.mask, self._q, n)
@@ -244,9 +244,10 @@ class AllowedScores:
         self._runs, at = _expanded(pairs.starts[rows], pairs.starts[rows + 1])
         self._columns = pairs.columns[at]
 
-    def by_device(self, offset: Offset) -> np.ndarray:
-        """float64 ``[n]``: allowed scores of each device in the ring step at ``offset``."""
-        q_shards, kv_shards = self._ring.shards(offset)
+    def by_device(self, q_shards: np.ndarray, kv_shards: np.ndarray) -> np.ndarray:
+        """float64 ``[n]``: allowed scores of each device, whose shards of the queries and keys are
+        those of :meth:`RingMask.shards`.
+        """
         holder = np.argsort(q_shards)
         runs, counts = self._runs, np.zeros(len(holder))
         keys = self._kv.shards * self._blocks + self._kv.blocks
@@ -256,13 +257,26 @@ class AllowedScores:
         # A query's position minus a key's is base + stride * (i - j), with i - j between
         # -(kv_count - 1) and q_count - 1. The mask allows differences from -right to left.
         base, of = self._q.starts[q] - self._kv.starts[kv], (self._q.counts[q], self._kv.counts[kv])
-        low, high = self._ring.mask.shards(base, self._stride, 1 - of[1], of[0] - 1)
+        low, high = self._mask.shards(base, self._stride, 1 - of[1], of[0] - 1)
         allowed = np.where(low <= high, _pairs_up_to(high, *of) - _pairs_up_to(low - 1, *of), 0)
         counts += np.bincount(holder[self._q.shards[q]], allowed, len(holder))
         if self._full is not None:
             queries, keys = self._full
             counts += (queries[q_shards] * keys[kv_shards]).sum(1)
         return counts
+
+
+@functools.lru_cache(maxsize=1)
+def _allowed_scores(ring: RingMask) -> AllowedScores:
+    return AllowedScores(ring)
+
+
+def allowed_scores(ring: RingMask) -> AllowedScores:
+    """The counts for a mask, whichever side rotates; the last ones are kept.
+
+    A route and its scores are computed one after the other, and so are both rotations.
+    """
+    return _allowed_scores(dataclasses.replace(ring, rotates_query=False))
 
 
 def _expanded(begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -277,11 +291,13 @@ def make_route(axes: tuple[str, ...], mask: RingMask) -> Route:
     """The route on a ring over ``axes``, without the steps at which no query attends to a key."""
     sizes = mask.ring_sizes
     inner = sizes[-1] if sizes else 1
-    scores = AllowedScores(mask) if mask.excludes_scores and mask.size > 1 else None
+    scores = allowed_scores(mask) if mask.excludes_scores and mask.size > 1 else None
 
     def needs(offset: Offset) -> bool:
         # A route starts at the local block.
-        return scores is None or not any(offset) or bool(scores.by_device(offset).any())
+        if scores is None or not any(offset):
+            return True
+        return bool(scores.by_device(*mask.shards(offset)).any())
 
     passes = []
     for outer in range(mask.size // inner):
@@ -300,8 +316,8 @@ def scores_per_step(route: Route, mask: RingMask) -> dict[Offset, tuple[float, f
       route: the route of the rotating side.
       mask: the mask for the same rotating side. Segment ids mask nothing here.
     """
-    scores = AllowedScores(mask)
-    by_device = {offset: scores.by_device(offset) for offset in route.offsets}
+    scores = allowed_scores(mask)
+    by_device = {offset: scores.by_device(*mask.shards(offset)) for offset in route.offsets}
     return {offset: (float(each.max()), float(each.mean())) for offset, each in by_device.items()}
 
 

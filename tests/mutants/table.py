@@ -20,6 +20,8 @@ INTERVALS = "tests/pallas_kernels/test_interval_arithmetic.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
+RECOMMENDATION = "tests/plan/test_recommendation.py"
+MESH_OPTION = "tests/parallel/test_mesh_option.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
 LORA = "tests/models/test_lora.py -k"
 ACTIVATIONS = "tests/models/test_activations.py"
@@ -539,6 +541,23 @@ MUTANTS = [
      "(*_KINDS, RuntimeError)[number]", f"{PROCESSES} -k save_completes"),
     ("burst_jax/parallel/xla_options.py", "return jax.process_count() == 1 and compute_capability() in",
      "return compute_capability() in", "tests/parallel/test_xla_options.py"),
+    ("burst_jax/plan/training_plan.py", "(1 + MEMORY_ACCURACY) * memory.total", "memory.total", f"{RECOMMENDATION} -k room"),
+    ("burst_jax/plan/training_plan.py", "(1 + WORTH_A_RISK) * fit[0]", "fit[0]", f"{RECOMMENDATION} -k room"),
+    ("burst_jax/plan/training_plan.py", "if needed > memory:", "if needed > self.cluster.gpu.memory:", f"{RECOMMENDATION} -k final"),
+    ("burst_jax/plan/final_evaluation.py", "sizes.param * sizes.parts + shard", "shard", f"{RECOMMENDATION} -k final"),
+    ("burst_jax/plan/step_time.py", "sum(each.forward_seconds for each in attentions)\n    return",
+     "sum(each.seconds for each in attentions)\n    return", f"{RECOMMENDATION} -k final"),
+    ("burst_jax/plan/documents_plan.py", "if sum(found) > length:", "if sum(found) > 2 * length:", "tests/plan/test_documents_plan.py"),
+    ("burst_jax/plan/attention_plan.py", "length > _MOST_CHUNKS * chunk > 0", "False", f"{PLAN} -k bad_input"),
+    ("burst_jax/data/readers.py", "    check_regular(file)\n    try:\n", "    try:\n", "tests/plan/test_plan_hostile.py -k block"),
+    ("burst_jax/layouts/balanced.py", "or not any(isinstance(each, bool) for each in given)", "or True",
+     "tests/layouts/test_balanced.py -k errors"),
+    ("burst_jax/layouts/documents.py", " & (index[1:] == index[:-1] + size[:-1])", "", "tests/layouts/test_work.py -k arrays"),
+    ("burst_jax/layouts/documents.py", "    joins &= (start[1:] == start[:-1] + size[:-1]) & (index[1:] % c != 0)\n", "",
+     "tests/layouts/test_work.py -k arrays"),
+    ("burst_jax/parallel/mesh_option.py", "min(given.values()) < 1", "min(given.values()) < 0", MESH_OPTION),
+    ("burst_jax/parallel/mesh_option.py", "if batch < 1 or batch % shards:", "if batch % shards:", MESH_OPTION),
+    ("burst_jax/parallel/mesh_option.py", "mesh.shape[\"data\"] * mesh.shape[\"fsdp\"]", "mesh.shape[\"data\"]", MESH_OPTION),
     ("burst_jax/plan/attention_plan.py", "each.seconds <= (1 + ACCURACY) * fit[0].seconds]",
      "each.seconds <= fit[0].seconds]", PLAN),
     ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import textwrap
+import tracemalloc
 from typing import Any
 
 import compiled_programs as compiled
@@ -233,6 +234,26 @@ def test_ring_steps_that_a_block_mask_skips(tmp_path, capsys):
     assert re.search(r"block_mask has shape \(3, 3\), 3 rows, .*4096", error_of(options, capsys))
 
 
+def test_fine_blocks_and_chunks_take_little_memory():
+    """Arrays of all pairs of a striped shard's parts would have 64 to 1,024 MiB."""
+    rows = np.arange(1024)
+    distance = rows[:, None] - rows[None, :]
+    drawn = np.random.default_rng(0).random((1024, 1024)) < 0.5
+    for options in (
+        {"length": 2**17, "block_mask": (distance >= 0) & (distance < 64)},
+        {"length": 2**17, "block_mask": drawn},
+        {"length": 2**15, "attention_chunk_size": 8},
+    ):
+        tracemalloc.start()
+        try:
+            plan = plan_of(**options)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 50e6, (options, peak)
+        assert {"contiguous", "zigzag", "striped"} == {each.layout for each in plan.estimates}
+
+
 # --- recommendations -----------------------------------------------------------------------------
 
 
@@ -331,6 +352,10 @@ def test_bad_input():
         ({"host_link": 0.0}, "host_link is 0.0: it must be a positive number of GB/s"),
         ({"local_window_size": -1}, "local_window_size is -1: it must be an int or a pair"),
         ({"length": 1001}, "length is 1001: no strategy can shard it over 8: ring, contig"),
+        (
+            {"length": 2**30, "attention_chunk_size": 1},
+            "attention_chunk_size is 1, length 1073741824: .* use chunks of 4096 or more",
+        ),
     ]
     for change, message in errors:
         with pytest.raises(ValueError, match=message):
