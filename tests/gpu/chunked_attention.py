@@ -156,8 +156,8 @@ def _in_chunks(q, k, v, do, dlse, sink, masks: Masks, scale, cap, rounding) -> R
         ds = scale * slopes * (dp - delta[:, None])
         dq = ds @ k
         # The forward pass rounds P before it divides by the sum.
-        of_p, of_ds = (relative * x**2 + absolute * keep for x in (p, ds))
-        forward = relative * p**2 + absolute * keep / some**2
+        of_p, of_ds = (jnp.where(keep, relative * x**2 + absolute, 0) for x in (p, ds))
+        forward = jnp.where(keep, relative * p**2 + absolute / some**2, 0)
         of_delta = (forward * dp**2).sum(1) + relative * squared(do_here * out)
         variance = (
             forward @ squared(v),

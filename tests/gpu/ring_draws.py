@@ -1,7 +1,7 @@
 """Drawn calls of ``burst_attention`` on a ring, as people train: documents, lengths, windows.
 
 A draw is a function of the family and its index, so that a failure is run again by
-``python tests/gpu/rings.py --implementation FAMILY --only INDEX``.
+``python tests/gpu/drawn_rings.py --implementation FAMILY --only INDEX``.
 """
 
 from __future__ import annotations

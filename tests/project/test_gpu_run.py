@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import drawn_rings
 import pytest
 import ring_draws
-import rings
 import run_parts as gpu_run
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "run_parts.py"
@@ -56,7 +56,7 @@ def test_a_failed_part_shows_its_end_and_stops_no_other(tmp_path):
     status, lines = run(tmp_path, part("bad", "pass", fails), part("good", "pass"), jobs=1)
     assert status == gpu_run.FAILED
     assert [line.split()[:2] for line in lines if line[0] != " "] == [
-        ["bad", "failed"], ["good", "passed"],
+        ["good", "passed"], ["bad", "failed"],  # Second processes start last.
     ]  # fmt: skip
     at = lines.index("  exit status 1; the end of its output:")
     shown = lines[at + 1 : at + 41]
@@ -123,7 +123,7 @@ def test_drawn_programs_fill_the_time_and_must_be_enough(tmp_path):
 
 def test_processes_share_the_numbers_of_draws(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: rings.take(tmp_path / "next"), range(100)))
+        found = list(pool.map(lambda _: drawn_rings.take(tmp_path / "next"), range(100)))
     assert sorted(found) == list(range(100))
 
 

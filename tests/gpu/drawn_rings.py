@@ -1,8 +1,8 @@
 """Drawn rings on this machine's devices, with gradients, against float32 attention in chunks.
 
-    python tests/gpu/rings.py --implementation mosaic_sm90 --count 40
-    python tests/gpu/rings.py --implementation mosaic_sm90 --next FILE   # with other processes
-    python tests/gpu/rings.py --implementation mosaic_sm80 --only 17
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --count 40
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --next FILE   # with other processes
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm80 --only 17
 
 Every call is public, under ``jax.jit`` with the library's compiler options, and runs twice: out and
 lse must have the same bits, gradients too where ``deterministic``. On a GPU newer than Ampere,
