@@ -119,7 +119,13 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
         needs = (*peer, "grain", "qwix") if name == "fine_tuning" else peer
         parts.append(Part(text, [command], 400, memory=0.1, needs=needs))
     for family in families(devices):
-        rings = [script["drawn_rings"], "--implementation", family, "--next", str(out / f"next_{family}")]
+        rings = [
+            script["drawn_rings"],
+            "--implementation",
+            family,
+            "--next",
+            str(out / f"next_{family}"),
+        ]
         rings += ("--count 4 --tokens 128 160" if small else "--count 90").split()
         commands = [[*rings, "--worker", str(i)] for i in range(workers)]
         # Every layout and every mask.

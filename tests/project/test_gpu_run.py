@@ -100,13 +100,13 @@ def test_drawn_programs_fill_the_time_and_must_be_enough(tmp_path):
     draws = (
         "import sys; option, minutes = sys.argv[-2:]; assert option == '--minutes'\n"
         "assert 0.7 < float(minutes) < 1.1, minutes\n"
-        "print('figure: {\"rings\": 2, \"wrong\": 0}')"
+        'print(\'figure: {"rings": 2, "wrong": 0}\')'
     )
     enough, few = (
         part(name, draws, draws, least={"rings": n}, draws=True)
         for name, n in (("enough", 4), ("few", 5))
     )
-    limit = gpu_run._LONGEST + 62.0  # Longer than a program: the rest is for starting them.
+    limit = 124.0  # Programs start in the first half.
     status, lines = run(tmp_path, enough, few, limit=limit, jobs=4)
     assert status == gpu_run.FAILED
     found = {line.split()[0]: line for line in lines}
@@ -184,7 +184,7 @@ def test_mistakes(tmp_path, capsys):
     assert done.stderr.startswith("error: JAX finds no GPU here, but cpu: install jax[cuda13], or")
     assert not (tmp_path / "out").exists()
     for options, message in (
-        (["--small", "nothing"], "no part has ['nothing'] in its name: training, rings, xla"),
+        (["--small", "nothing"], "no part has ['nothing'] in its name: training, fine-tuning"),
         (["--jobs", "0"], "--jobs is 0, --limit 450: both must be positive"),
     ):
         with pytest.raises(SystemExit, match="2"):
