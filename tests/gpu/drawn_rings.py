@@ -1,7 +1,7 @@
 """Drawn rings on this machine's devices, with gradients, against float32 attention in chunks.
 
     python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --count 40
-    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --next FILE   # with other processes
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --next FILE  # as others do
     python tests/gpu/drawn_rings.py --implementation mosaic_sm80 --only 17
 
 Every call is public, under ``jax.jit`` with the library's compiler options, and runs twice: out and

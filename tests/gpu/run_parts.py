@@ -101,7 +101,7 @@ class Ended:
 
 
 def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> list[Part]:
-    """The parts for these devices: what users run, then what is drawn, in so many processes each."""
+    """The parts: what users run, then what is drawn, in ``workers`` processes each."""
     script = {path.stem: str(path) for path in HERE.glob("*.py")}
     size = ["--small"] if small else []
     peer = ("torch", "transformers", "safetensors", "tokenizers")

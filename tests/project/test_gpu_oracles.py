@@ -184,5 +184,5 @@ def test_logits_of_an_export(formulas, tmp_path, monkeypatch):
     # A peer whose last layer has another norm.
     truth = LlamaByFormula.logits
     monkeypatch.setattr(LlamaByFormula, "logits", lambda self, ids: truth(self, ids) * 1.001)
-    with pytest.raises(AssertionError, match="float32 logits differ by 1.0e-03"):
+    with pytest.raises(AssertionError, match=r"float32 logits differ by 1\.0e-03"):
         fine_tuning.check_logits(folder, ids)
