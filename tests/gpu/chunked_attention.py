@@ -1,210 +1,188 @@
-"""Attention of long sequences in float32, in chunks of queries, and what 16 bits make of it.
+"""Attention of long sequences in float32, head by head in chunks, and what 16 bits make of it.
 
 The reference of the rings: it shares no code with the library. Masks are computed from positions,
 ids and lengths, scores are whole rows, and all matrix products are float32's.
 
-It is computed twice. ``truth`` is float32. ``rounded`` is what fused attention on one device
-computes in the query's dtype: the operands of every matrix product are rounded to it, and so are
-the results. An answer may be a few times as far from the truth as that.
+Fused attention rounds to the query's dtype the operands of matrix products that it computes
+itself, P and dS, and every result. Each rounding error is independent of the others, so variances
+add; they are carried through the formulas of every result, for each token:
+
+    Var(out_i)   = sum_j Var(P_ij) |v_j|^2
+    Var(delta_i) = sum_j Var(P_ij) (do_i v_j)^2 + r sum_d (do_id out_id)^2
+    Var(dq_i)    = sum_j Var(dS_ij) |k_j|^2 + Var(delta_i) |sum_j P_ij k_j|^2
+    Var(dk_j)    = sum_i Var(dS_ij) |q_i|^2 + sum_i Var(delta_i) P_ij^2 |q_i|^2
+    Var(dv_j)    = sum_i Var(P_ij) |do_i|^2
+
+where Var(x) = r x^2 (+ a, below the least normal number). So a token whose few large logits leave
+their rounding errors no others to cancel may be as far off as it must be, and only that token.
+
+Programs depend on lengths and head dims alone, of which there are few: lengths are padded to
+powers of two, head dims to multiples of 128, and masks are arrays.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Scores of a chunk: 128 MiB in float32.
 _CHUNK = 2**25
-# Bits of exponent and of mantissa. XLA may leave out a conversion to 16 bits and back.
-_BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
+# Bits of the mantissa, and the exponent of the least subnormal number.
+_BITS = {"bfloat16": (7, -133), "float16": (10, -24), "float32": (23, -149)}
 _EVERYTHING = 2**30
+# Choosing among kernels for each of ten matrix products takes longer than all of them.
+_OPTIONS: Any = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+# Standard deviations by which a token may be off: 2e-9 of normal errors are, 5e-4 of calls with
+# 262,144 tokens of a head.
+FACTOR = 6.0
+# Of the root mean square over all tokens, which chance changes little.
+RMS_FACTOR = 1.5
 
 
 class Masks(NamedTuple):
-    """Which scores count, by arrays alone, so that few programs are compiled.
+    """Which scores of a sequence count.
 
     Attributes:
-      segment_ids: int32 ``[B, T]``, ``[B, S]``, of queries and keys; 0 is padding.
-      lengths: int32 ``[B]``, ``[B]``, of queries and keys.
+      segment_ids: int32 ``[T]``, ``[S]``, of queries and keys; 0 is padding.
+      lengths: int32 ``[2]``, of queries and keys.
       window: int32 ``[2]``: keys from ``p - window[0]`` to ``p + window[1]`` count.
       chunk: int32: queries attend to keys of their own chunk of so many positions.
     """
 
-    segment_ids: tuple[jax.Array, jax.Array]
-    lengths: tuple[jax.Array, jax.Array]
-    window: jax.Array
-    chunk: jax.Array
+    segment_ids: tuple[np.ndarray, np.ndarray]
+    lengths: np.ndarray
+    window: np.ndarray
+    chunk: np.ndarray
 
     @classmethod
     def of(
-        cls, batch, t, s, *, segment_ids=None, lengths=None, is_causal=False,
+        cls, t, s, *, segment_ids=None, lengths=None, is_causal=False,
         local_window_size=(None, None), attention_chunk_size=None,
     ):  # fmt: skip
         """From arguments of ``burst_attention``; ``segment_ids`` and ``lengths`` of both sides."""
         if segment_ids is None:
-            segment_ids = jnp.ones((batch, t), jnp.int32), jnp.ones((batch, s), jnp.int32)
-        if lengths is None:
-            lengths = jnp.full(batch, t, jnp.int32), jnp.full(batch, s, jnp.int32)
+            segment_ids = np.ones(t, np.int32), np.ones(s, np.int32)
         left, right = (_EVERYTHING if side is None else side for side in local_window_size)
         return cls(
-            tuple(map(jnp.asarray, segment_ids)), tuple(map(jnp.asarray, lengths)),
-            jnp.array([left, 0 if is_causal else right], jnp.int32),
-            jnp.int32(attention_chunk_size or _EVERYTHING),
+            segment_ids, np.array((t, s) if lengths is None else lengths, np.int32),
+            np.array([left, 0 if is_causal else right], np.int32),
+            np.int32(attention_chunk_size or _EVERYTHING),
         )  # fmt: skip
 
 
 class Results(NamedTuple):
-    """``out``, ``dq`` ``[B, T, N, .]``, ``dk``, ``dv`` ``[B, S, K, .]``, ``dsinks`` ``[N]``."""
+    """``out``, ``dq`` ``[T, .]``, ``dk``, ``dv`` ``[S, .]``, ``dsink``, of a query head."""
 
     out: jax.Array
     dq: jax.Array
     dk: jax.Array
     dv: jax.Array
-    dsinks: jax.Array
+    dsink: jax.Array
 
 
 class Reference(NamedTuple):
-    """What a call must give.
+    """What a query head must give.
 
     Attributes:
       truth: float32.
-      rounded: with the operands of matrix products in the query's dtype.
-      lse: float32 ``[B, T, N]``.
-      unseen: bool ``[B, S]``: keys that no query attends to.
+      variance: of each token, by the rounding of what the results are computed from.
+      lse: float32 ``[T]``.
+      blind: bool ``[T]``: queries that attend to nothing.
+      unseen: bool ``[S]``: keys that no query attends to.
     """
 
     truth: Results
-    rounded: Results
+    variance: Results
     lse: jax.Array
+    blind: jax.Array
     unseen: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "cap", "has_sinks"))
-def reference(q, k, v, do, dlse, sinks, masks: Masks, *, dtype, cap=None, has_sinks=False):
-    """:class:`Reference` of arrays in natural order, scale 1 / sqrt(H).
+@functools.partial(jax.jit, compiler_options=_OPTIONS)
+def reference(q, k, v, do, dlse, sink, masks: Masks, scale, cap, rounding) -> Reference:
+    """:class:`Reference` of one query head in natural order.
 
     Args:
-      q, k, v, do: values of ``dtype``, in it or in float32, ``[B, T or S, N or K, H or Hv]``.
-      dlse: float32 ``[B, T, N]``; ignored where lse is -inf.
-      sinks: float32 ``[N]``, read if ``has_sinks``.
+      q, k, v, do: ``[T or S, H or Hv]``.
+      dlse: float32 ``[T]``; ignored where lse is -inf.
+      sink: float32, a sink in every softmax; -inf: none.
       masks: which scores count.
-      dtype: name of the dtype that ``rounded`` rounds to.
-      cap: ``logits_soft_cap``.
-      has_sinks: whether a sink is part of every softmax.
+      scale: of the logits.
+      cap: ``logits_soft_cap``, or 0.
+      rounding: :func:`variances_of` the dtype.
     """
-    kv_heads = k.shape[2]
-    groups = q.shape[2] // kv_heads
-    one = functools.partial(_one_head, dtype=dtype, cap=cap, has_sinks=has_sinks)
-
-    def by_head(x, heads):
-        """``[B, L, heads * g, ...]`` as ``[B * heads, L, g, ...]``."""
-        x = x.reshape(*x.shape[:2], heads, -1, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:]).astype(jnp.float32)
-
-    def back(x):
-        """The inverse."""
-        x = jnp.moveaxis(x.reshape(-1, kv_heads, *x.shape[1:]), 1, 2)
-        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-    batch = q.shape[0]
-    rows = jnp.repeat(jnp.arange(batch), kv_heads)
-    per_head = jnp.tile(sinks.reshape(kv_heads, groups), (batch, 1))
-    of_row = jax.tree.map(lambda x: x[rows], (masks.segment_ids, masks.lengths))
-    arrays = tuple(by_head(x, kv_heads) for x in (q, k, v, do, dlse[..., None]))
     with jax.default_matmul_precision("highest"):
-        found = lax.map(
-            lambda x: one(*x[0], x[1], Masks(*x[2], masks.window, masks.chunk)),
-            (arrays, per_head, of_row),
-        )
-    (truth, rounded), lse, seen = found
-
-    def finish(results):
-        out, dq, dk, dv, dsinks = results
-        dsinks = dsinks.reshape(batch, -1).sum(0)
-        return Results(back(out), back(dq), back(dk), back(dv), dsinks)
-
-    unseen = ~seen.reshape(batch, kv_heads, -1).any(1)
-    return Reference(finish(truth), finish(rounded), back(lse[..., None])[..., 0], unseen)
+        return _in_chunks(q, k, v, do, dlse, sink, masks, scale, cap, rounding)
 
 
-def _one_head(q, k, v, do, dlse, sinks, masks: Masks, *, dtype, cap, has_sinks):
-    """One key head of one sequence: q ``[T, g, H]``, k ``[S, 1, H]``, sinks ``[g]``."""
-    length, groups, dim = q.shape
-    k, v, s = k[:, 0], v[:, 0], k.shape[0]
-    scale = dim**-0.5
-    rows = max(16, min(1 << max(0, (_CHUNK // (groups * s)).bit_length() - 1), length))
-    count = -(-length // rows)
-
-    def padded(x):
-        return jnp.pad(x, [(0, count * rows - length)] + [(0, 0)] * (x.ndim - 1))
-
-    def low(x):
-        return lax.reduce_precision(x, *_BITS[dtype])
-
-    ids_q = padded(masks.segment_ids[0])  # Rows after the last are padding.
-    q, do, dlse = padded(q), padded(do), padded(dlse)
+def _in_chunks(q, k, v, do, dlse, sink, masks: Masks, scale, cap, rounding) -> Reference:
+    q, k, v, do = (x.astype(jnp.float32) for x in (q, k, v, do))
+    (length, s), (relative, absolute) = (len(q), len(k)), rounding
+    rows = min(length, _CHUNK // s)
+    if length % rows:
+        raise ValueError(f"q has {length} tokens: it must have a multiple of {rows}")
     at_k = jnp.arange(s, dtype=jnp.int32)
+
+    def squared(x):
+        return (x**2).sum(-1)
 
     def chunk(sums, start):
         def cut(x):
             return lax.dynamic_slice_in_dim(x, start, rows)
 
-        at = start + jnp.arange(rows, dtype=jnp.int32)
-        keep = _kept(at, at_k, cut(ids_q), masks)
-        seen = keep.any(0)
-        # [rows * g, ...]
-        keep = jnp.repeat(keep, groups, 0)
-        q_here, do_here = (cut(x).reshape(rows * groups, -1) for x in (q, do))
-        dlse_here = cut(dlse).reshape(-1, 1)
-        sink = jnp.tile(sinks, rows)[:, None] if has_sinks else jnp.full((1, 1), -jnp.inf)
+        q_here, do_here = cut(q), cut(do)
+        at_q = start + jnp.arange(rows, dtype=jnp.int32)
+        keep = _kept(at_q, at_k, cut(masks.segment_ids[0]), masks)
         logits = scale * (q_here @ k.T)
-        slope = 1.0
-        if cap is not None:
-            logits = cap * jnp.tanh(logits / cap)
-            slope = 1 - (logits / cap) ** 2
-        logits = jnp.where(keep, logits, -jnp.inf)
+        tanh = jnp.tanh(logits / jnp.where(cap > 0, cap, 1))
+        slope = jnp.where(cap > 0, 1 - tanh**2, 1)
+        logits = jnp.where(keep, jnp.where(cap > 0, cap * tanh, logits), -jnp.inf)
         top = jnp.maximum(logits.max(1, keepdims=True), sink)
         top = jnp.where(jnp.isfinite(top), top, 0)
         p = jnp.exp(logits - top)
         total = p.sum(1, keepdims=True) + jnp.exp(sink - top)
-        lse = top + jnp.log(total)
+        lse = (top + jnp.log(total))[:, 0]
         some = jnp.where(total > 0, total, 1)
-        dlse_here = jnp.where(jnp.isfinite(lse), dlse_here, 0)
-        dp, weights = do_here @ v.T, p / some
+        p, p_sink = p / some, (jnp.exp(sink - top) / some)[:, 0]
+        out, dp = p @ v, do_here @ v.T
+        dlse_here = jnp.where(jnp.isfinite(lse), cut(dlse), 0)
+        delta = (do_here * out).sum(1) - dlse_here
+        slopes = p * slope
+        ds = scale * slopes * (dp - delta[:, None])
+        dq = ds @ k
+        # The forward pass rounds P before it divides by the sum.
+        of_p, of_ds = (jnp.where(keep, relative * x**2 + absolute, 0) for x in (p, ds))
+        forward = jnp.where(keep, relative * p**2 + absolute / some**2, 0)
+        of_delta = (forward * dp**2).sum(1) + relative * squared(do_here * out)
+        variance = (
+            forward @ squared(v),
+            of_ds @ squared(k) + of_delta * squared(scale * slopes @ k),
+        )
+        size = squared(q_here)
+        new = (
+            ds.T @ q_here, p.T @ do_here, -(p_sink * delta).sum(),
+            of_ds.T @ size + (scale * slopes).T ** 2 @ (size * of_delta),
+            of_p.T @ squared(do_here), (p_sink**2 * of_delta).sum(), keep.any(0),
+        )  # fmt: skip
+        sums = jax.tree.map(lambda x, y: x | y if x.dtype == bool else x + y, sums, new)
+        return sums, (out, dq, *variance, lse, ~keep.any(1))
 
-        def both(of):
-            """Truth and rounded: ``of`` rounds operands by the function that it is given."""
-            return tuple(of(rounding) for rounding in (lambda x: x, low))
-
-        outs = both(lambda r: r(r(p) @ v / some))
-        results, new_sums = [], []
-        for r, out, (dk, dv, dsinks) in zip((lambda x: x, low), outs, sums, strict=True):
-            delta = (do_here * out).sum(1, keepdims=True) - dlse_here
-            ds = r(weights * (dp - delta) * slope)
-            dq = r(scale * (ds @ k))
-            of_sinks = jnp.zeros(groups)
-            if has_sinks:
-                of_sinks = (-jnp.exp(sink - lse) * delta).reshape(rows, -1).sum(0)
-            new = scale * (ds.T @ q_here), r(weights).T @ do_here, of_sinks
-            new_sums.append(tuple(x + y for x, y in zip((dk, dv, dsinks), new, strict=True)))
-            results.append((out.reshape(rows, groups, -1), dq.reshape(rows, groups, -1)))
-        return tuple(new_sums), (tuple(results), lse.reshape(rows, groups), seen)
-
-    zeros = jnp.zeros_like(k), jnp.zeros_like(v), jnp.zeros(groups)
-    starts = rows * jnp.arange(count, dtype=jnp.int32)
-    sums, (results, lse, seen) = lax.scan(chunk, (zeros, zeros), starts)
-
-    def whole(x):
-        return x.reshape(count * rows, *x.shape[2:])[:length]
-
-    found = []
-    for r, (dk, dv, dsinks), (out, dq) in zip((lambda x: x, low), sums, results, strict=True):
-        found.append((whole(out), whole(dq), r(dk)[:, None], r(dv)[:, None], dsinks))
-    return tuple(found), whole(lse), seen.any(0)
+    zero = jnp.float32(0)
+    sums = (jnp.zeros_like(k), jnp.zeros_like(v), zero)
+    sums += (jnp.zeros(s), jnp.zeros(s), zero, jnp.zeros(s, bool))
+    starts = rows * jnp.arange(length // rows, dtype=jnp.int32)
+    sums, results = lax.scan(chunk, sums, starts)
+    out, dq, of_out, of_dq, lse, blind = (x.reshape(length, *x.shape[2:]) for x in results)
+    dk, dv, dsink, of_dk, of_dv, of_dsink, seen = sums
+    return Reference(
+        Results(out, dq, dk, dv, dsink), Results(of_out, of_dq, of_dk, of_dv, of_dsink), lse,
+        blind, ~seen,
+    )  # fmt: skip
 
 
 def _kept(at_q, at_k, ids_q, masks: Masks):
@@ -217,13 +195,18 @@ def _kept(at_q, at_k, ids_q, masks: Masks):
     return keep & (ids_q[:, None] == ids_k[None]) & (ids_q[:, None] != 0)
 
 
-# --- comparison ----------------------------------------------------------------------------------
+def variances_of(dtype: str) -> np.ndarray:
+    """Variance of a rounding error, relative to the square of the number, and at least.
 
-# Tokens in a row, of one head, whose largest error in 16 bits each of them may have, times FACTOR.
-NEIGHBORS = 32
-FACTOR = 4.0
-# The same of the root mean square over all tokens.
-RMS_FACTOR = 1.5
+    The error is uniform over the distance d of two numbers: its variance is d^2 / 12. That of
+    numbers from 1 to 2 is eps, and the mean of 1 / x^2 over them is 0.54 where all orders of
+    magnitude are equally likely.
+    """
+    bits, least = _BITS[dtype]
+    return np.array([0.54 * 2.0 ** (-2 * bits) / 12, 2.0 ** max(2 * least, -126) / 12], np.float32)
+
+
+# --- comparison ----------------------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
@@ -237,58 +220,116 @@ class Comparison(NamedTuple):
       nonzero: number of nonzero elements where the truth is exactly zero.
     """
 
-    rms: jax.Array
-    token: jax.Array
-    lse: jax.Array
-    dsinks: jax.Array
-    nonzero: jax.Array
+    rms: np.ndarray
+    token: np.ndarray
+    lse: float
+    dsinks: float
+    nonzero: int
 
     def largest(self) -> float:
         """The largest of them, infinite if something is not zero that must be, or NaN."""
-        if int(self.nonzero):
-            return float("inf")
-        parts = (self.rms, self.token, self.lse, self.dsinks)
-        return max(float(jnp.where(jnp.isnan(x), jnp.inf, x).max()) for x in parts)
+        parts = np.hstack([self.rms, self.token, self.lse, self.dsinks])
+        return float("inf") if self.nonzero or np.isnan(parts).any() else float(parts.max())
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "has_sinks"))
-def compare(got: Results, lse, want: Reference, *, dtype, has_sinks=False) -> Comparison:
-    """Compares a call's results with the reference, token by token."""
-    eps = 2.0 ** -_BITS[dtype][1]
-    blind = jnp.isneginf(want.lse)
-    rms, token = [], []
-    nonzero = jnp.int32(0)
-    per_key = want.unseen[..., None]
-    for name, zeros in (("out", blind), ("dq", blind), ("dk", per_key), ("dv", per_key)):
-        x, truth, rounded = (getattr(r, name) for r in (got, want.truth, want.rounded))
-        x = x.astype(jnp.float32)
-        error, allowed, size = (
-            jnp.sqrt((y**2).sum(-1)) for y in (x - truth, rounded - truth, truth)
-        )
-        nonzero += jnp.sum((x != 0) & zeros[..., None], dtype=jnp.int32)
-        # The result itself is rounded.
-        rms.append(_rms(error) / (RMS_FACTOR * _rms(allowed) + 0.1 * eps * _rms(size)))
-        near = _largest_near(allowed)
-        limit = FACTOR * near + 2 * eps * size + 1e-2 * eps * _rms(size)
-        token.append(jnp.max(jnp.where(error == 0, 0, error / limit)))
+@functools.partial(jax.jit, compiler_options=_OPTIONS)
+def _errors(x, truth, variance, zeros, relative):
+    """Sums of squares of the error and of what is expected; the worst token; what is not zero."""
+    x = x.astype(jnp.float32)
+    error, size = ((y**2).sum(-1) for y in (x - truth, truth))
+    # The result itself is rounded.
+    expected = variance + relative * size
+    # Sums in float32 are rounded, too.
+    limit = FACTOR * jnp.sqrt(expected + relative * 1e-4 * size.mean())
+    error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    worst = jnp.max(jnp.where(error == 0, 0, jnp.sqrt(error) / limit))
+    nonzero = jnp.sum((x != 0) & zeros[:, None], dtype=jnp.int32)
+    return jnp.stack([error.sum(), expected.sum(), worst]), nonzero
+
+
+@functools.partial(jax.jit, compiler_options=_OPTIONS)
+def _lse_error(lse, want):
     # Kernels sum thousands of float32 terms one after the other, and exponentials are approximate.
-    gap = jnp.where(lse == want.lse, 0, jnp.abs(lse - want.lse) / (5e-5 + 5e-6 * jnp.abs(want.lse)))
-    dsinks = jnp.float32(0)
+    gap = jnp.where(lse == want, 0, jnp.abs(lse - want) / (5e-5 + 5e-6 * jnp.abs(want)))
+    return jnp.where(jnp.isnan(gap), jnp.inf, gap).max()
+
+
+def compare(given, got, masks: list[Masks], *, dtype: str, cap: float | None = None) -> Comparison:
+    """Compares a call's results with the reference, token by token.
+
+    Args:
+      given: ``query``, ``key``, ``value``, ``do``, ``dlse`` and maybe ``sink_logits`` by name, in
+        natural order, ``[B, T or S, N or K, .]``.
+      got: ``out``, ``lse``, ``dq``, ``dk``, ``dv`` and maybe ``dsinks``.
+      masks: of each sequence.
+      dtype: name of the query's.
+      cap: ``logits_soft_cap``.
+    """
+    (_, t, heads, dim), (_, s, kv_heads, _) = given["query"].shape, given["key"].shape
+    rounding, groups = variances_of(dtype), heads // kv_heads
+    has_sinks = "sink_logits" in given
+    sinks = given["sink_logits"] if has_sinks else np.full(heads, -np.inf, np.float32)
+    errors: dict[str, list[np.ndarray]] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    lse, nonzero = 0.0, 0
+    dsinks, of_dsinks = np.zeros(heads), np.zeros(heads)
+
+    def add(name, x, truth, variance, zeros):
+        nonlocal nonzero
+        found, count = _errors(x, truth, variance, zeros, rounding[0])
+        errors[name].append(np.asarray(found))
+        nonzero += int(count)
+
+    for row, mask in enumerate(masks):
+        ids_q, ids_k = (_padded(x, len(x)) for x in mask.segment_ids)
+        mask = mask._replace(segment_ids=(ids_q, ids_k))
+        for kv_head in range(kv_heads):
+            keys = []
+            k, v, dk, dv = (
+                _padded(x[row, :, kv_head], s)
+                for x in (given["key"], given["value"], got["dk"], got["dv"])
+            )
+            for n in range(kv_head * groups, (kv_head + 1) * groups):
+                q, do, dlse, out, dq, of_lse = (
+                    _padded(x[row, :, n], t)
+                    for x in (
+                        given["query"], given["do"], given["dlse"], got["out"], got["dq"],
+                        got["lse"],
+                    )
+                )  # fmt: skip
+                want = reference(
+                    q, k, v, do, dlse, sinks[n], mask, np.float32(dim**-0.5),
+                    np.float32(cap or 0), rounding,
+                )  # fmt: skip
+                truth, variance = want.truth, want.variance
+                add("out", out, truth.out, variance.out, want.blind)
+                add("dq", dq, truth.dq, variance.dq, want.blind)
+                # What was padded is right.
+                padded = np.arange(len(of_lse)) >= t
+                lse = max(lse, float(_lse_error(jnp.where(padded, want.lse, of_lse), want.lse)))
+                dsinks[n] += float(truth.dsink)
+                of_dsinks[n] += float(variance.dsink)
+                keys.append((truth.dk, truth.dv, variance.dk, variance.dv, want.unseen))
+            *sums, unseen = functools.reduce(_add, keys)
+            add("dk", dk, sums[0], sums[2], unseen)
+            add("dv", dv, sums[1], sums[3], unseen)
+    rms, token = [], []
+    for found in map(np.stack, errors.values()):
+        rms.append(np.sqrt(found[:, 0].sum() / found[:, 1].sum()) / RMS_FACTOR)
+        token.append(found[:, 2].max())
+    worst = 0.0
     if has_sinks:
-        truth, rounded = want.truth.dsinks, want.rounded.dsinks
-        limit = FACTOR * jnp.abs(rounded - truth).max() + 2 * eps * jnp.abs(truth).max()
-        dsinks = jnp.abs(got.dsinks - truth).max() / limit
-    return Comparison(jnp.stack(rms), jnp.stack(token), gap.max(), dsinks, nonzero)
+        limit = FACTOR * np.sqrt(of_dsinks) + 2.0 ** -_BITS[dtype][0] * np.abs(dsinks).max()
+        worst = float((np.abs(got["dsinks"] - dsinks) / limit).max())
+    return Comparison(np.array(rms), np.array(token), lse, worst, nonzero)
 
 
-def _rms(x):
-    return jnp.sqrt(jnp.mean(x**2))
+@jax.jit
+def _add(x, y):
+    """Sums over the query heads of a key head."""
+    return tuple(a & b if a.dtype == bool else a + b for a, b in zip(x, y, strict=True))
 
 
-def _largest_near(x):
-    """The largest of each token's neighbors, ``[B, L, heads]``."""
-    length = x.shape[1]
-    blocks = -(-length // NEIGHBORS)
-    padded = jnp.pad(x, ((0, 0), (0, blocks * NEIGHBORS - length), (0, 0)))
-    most = padded.reshape(x.shape[0], blocks, NEIGHBORS, -1).max(2)
-    return jnp.repeat(most, NEIGHBORS, 1)[:, :length]
+def _padded(x: np.ndarray, length: int) -> np.ndarray:
+    """``[length, ...]`` with zeros, up to the next power of two and a multiple of 128 features."""
+    sizes = [(0, (1 << (length - 1).bit_length()) - length)]
+    return np.pad(x, sizes + [(0, -size % 128) for size in x.shape[1:]])

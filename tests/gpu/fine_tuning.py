@@ -85,7 +85,7 @@ def ring_logits(folder: Path, ids: np.ndarray, dtype: str) -> np.ndarray:
     mesh = jax.make_mesh((n,), ("seq",), axis_types=(AxisType.Auto,))
     model = load(
         folder, mesh=mesh, rules=burst_jax.ShardingRules.of(mesh), layout="zigzag",
-        dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype),
+        dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype), **model_folder.attention_for(dtype),
     )  # fmt: skip
     graphdef, params = nnx.split(model)
     at = burst_jax.positions("zigzag", len(ids), n)
@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         "--lora-rank 8 --lora-alpha 16 --lr 1e-2 --steps 30 --eval-batches 1 --sample-tokens 0 "
         "--checkpoint-every 0"
     )
-    train(options)
+    train(options)  # As users do.
+    model_folder.compile_quickly()
     tuned = args.out / "run" / "model"
     figure = {"loss off by": check_loss(options, args.out / "run", original, tuned)}
     ids = np.random.default_rng(0).integers(3, model_folder.VOCABULARY, length // 2)

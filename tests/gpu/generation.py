@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ def generated(folder: Path, prompts: list[np.ndarray], count: int, dtype: str) -
     """int32 ``[B, count]``: a batch of prompts, prefilled in chunks."""
     mesh = jax.make_mesh((jax.device_count(),), ("seq",), axis_types=(AxisType.Auto,))
     options: Any = {"mesh": mesh, "rules": burst_jax.ShardingRules.of(mesh), "layout": "zigzag"}
+    options |= model_folder.attention_for(dtype)
     model = load(folder, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype), **options)
     longest = max(map(len, prompts))
+    # Two chunks: the first has no cache to read.
     server = Generator(
-        model, max_length=longest + count, batch=len(prompts), prefill_chunk=longest // 3
+        model, max_length=longest + count, batch=len(prompts), prefill_chunk=-(-longest // 2)
     )
     return np.stack(list(server.generate(prompts, count)), axis=1)
 
@@ -72,13 +75,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="an empty folder")
     parser.add_argument("--small", action="store_true", help="sizes for CPUs")
     args = parser.parse_args(argv)
+    model_folder.compile_quickly()
     size = model_folder.SMALL if args.small else model_folder.Size()
     folder = model_folder.write_model(args.out / "model", size)
     lengths, count = ((300, 170), 8) if args.small else ((4001, 2300), 64)
-    peer = Peer(folder)
+    began, peer = time.monotonic(), Peer(folder)
+
+    def log(what: str) -> None:
+        print(f"{what}: {time.monotonic() - began:.0f} s since the start", flush=True)
+
     prompts, want = zip(*(clear_prompt(peer, n, count) for n in lengths), strict=True)
+    log("tokens by transformers")
     with jax.default_matmul_precision("highest"):
         found = generated(folder, list(prompts), count, "float32")
+    log("float32")
     for row, (expected, got) in enumerate(zip(want, found, strict=True)):
         if not np.array_equal(expected, got):
             at = int(np.flatnonzero(expected != got)[0])
@@ -86,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"sequence {row}: float32 token {at} is {got[at]}, by transformers {expected[at]}"
             )
     low = generated(folder, list(prompts), count, "bfloat16")
+    log("bfloat16")
     worst = check_bfloat16(folder, list(prompts), low)
     if not worst <= 1:
         raise AssertionError(f"a bfloat16 token is behind the best by {worst:.2f} of the allowed")

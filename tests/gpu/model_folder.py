@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import hf_models
@@ -19,7 +20,7 @@ BOS, EOS, OTHER_EOS = "<|begin|>", "<|end|>", "<|turn|>"
 class Size:
     """Sizes of a model; head dims that the GPU kernels support."""
 
-    layers: int = 4
+    layers: int = 2
     features: int = 512
     heads: int = 4
     kv_heads: int = 2
@@ -29,6 +30,20 @@ class Size:
 
 
 SMALL = Size(layers=2, features=32, heads=4, kv_heads=2, head_dim=8, hidden=48, positions=1024)
+
+
+def compile_quickly() -> None:
+    """Lets XLA take its first choice for matrix products; before JAX is used in this process.
+
+    Trying out others takes a minute per program, of the processes that share a GPU.
+    """
+    options = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {options}"
+
+
+def attention_for(dtype: str) -> dict[str, str]:
+    """Options of ``load``: the kernels have no float32, which is what equal tokens need."""
+    return {"implementation": "xla"} if dtype == "float32" else {}
 
 
 def texts() -> list[Path]:

@@ -1,7 +1,7 @@
 """Drawn calls of ``burst_attention`` on a ring, as people train: documents, lengths, windows.
 
 A draw is a function of the family and its index, so that a failure is run again by
-``python tests/gpu/rings.py --family FAMILY --only INDEX``.
+``python tests/gpu/drawn_rings.py --implementation FAMILY --only INDEX``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy as np
 
 from burst_jax.layouts.balanced import Placement, balance_batch
 
-# Coprime numbers of layouts and masks: consecutive indices have every pair of them.
+# Coprime numbers of layouts and masks: consecutive indices have every pair of them, and the first
+# nine every layout and, with documents in the balanced one, every mask.
 LAYOUTS = ("contiguous", "zigzag", "striped", "striped:128", "balanced")
 MASKS = (
-    "documents", "lengths", "window", "documents_window", "causal", "padded_documents",
+    "documents", "lengths", "window", "causal", "documents_window", "padded_documents",
     "lengths_window", "chunks", "full",
 )  # fmt: skip
 # Masks that a balanced layout replaces, because it has documents and windows alone.

@@ -34,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PASSED, FAILED, MISUSED, NOT_RUN = 0, 1, 2, 3
+# Seconds that the longest drawn program takes, and the least for which a process is worth starting.
+_LONGEST, _SHORTEST = 150, 45
 # Lines of a failed process that are shown.
 _SHOWN = 40
 _FIGURE = re.compile(r"^figure: (\{.*\})$", re.MULTILINE)
@@ -60,13 +62,32 @@ class Part:
       limit: seconds that a process may run.
       memory: share of a GPU's memory that a process may allocate.
       needs: importable packages.
+      least: of these figures, counts of all processes together.
+      draws: whether the processes run drawn programs as long as there is time; they get the option
+        ``--minutes``.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
-    limit: float
+    limit: float = float("inf")
     memory: float = 0.05
     needs: tuple[str, ...] = ()
+    least: dict[str, int] = dataclasses.field(default_factory=dict)
+    draws: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Of a run, by ``time.monotonic``: when no drawn program starts any more, and its end."""
+
+    last_start: float
+    end: float
+
+    @classmethod
+    def within(cls, limit: float) -> Times:
+        """From now on."""
+        now = time.monotonic()
+        return cls(now + max(limit - _LONGEST, limit / 2), now + limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +101,7 @@ class Ended:
 
 
 def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> list[Part]:
-    """The parts for these devices, longest first."""
+    """The parts: what users run, then what is drawn, in ``workers`` processes each."""
     script = {path.stem: str(path) for path in HERE.glob("*.py")}
     size = ["--small"] if small else []
     peer = ("torch", "transformers", "safetensors", "tokenizers")
@@ -92,29 +113,39 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
             "--head-dim 16 --eval-batches 1 --sample-tokens 0"
         )
     train += steps.split()
-    parts = [Part("training", [train], 420, memory=0.3, needs=("grain", "tokenizers"))]
-    for family in families(devices):
-        rings = [script["rings"], "--implementation", family]
-        drawn = "--count 4 --tokens 128 160" if small else "--count 90 --least 6 --seconds 270"
-        rings += drawn.split()
-        commands = [[*rings, "--worker", str(i), str(workers)] for i in range(workers)]
-        parts.append(Part(f"rings, {family}", commands, 420, memory=0.07))
-    for family in families(devices):
-        if family != "xla":
-            parts.append(local_calls(family, workers))
+    parts = [Part("training", [train], 400, memory=0.3, needs=("grain", "tokenizers"))]
     for name, text in (("fine_tuning", "fine-tuning with LoRA"), ("generation", "generation")):
         command = [script[name], "--out", str(out / name), *size]
         needs = (*peer, "grain", "qwix") if name == "fine_tuning" else peer
-        parts.append(Part(text, [command], 300, memory=0.1, needs=needs))
+        parts.append(Part(text, [command], 400, memory=0.1, needs=needs))
+    for family in families(devices):
+        rings = [
+            script["drawn_rings"],
+            "--implementation",
+            family,
+            "--next",
+            str(out / f"next_{family}"),
+        ]
+        rings += ("--count 4 --tokens 128 160" if small else "--count 90").split()
+        commands = [[*rings, "--worker", str(i)] for i in range(workers)]
+        # Every layout and every mask.
+        least = {"rings": 4 if small else 9}
+        parts.append(Part(f"rings, {family}", commands, memory=0.08, least=least, draws=True))
+    for family in families(devices):
+        if family != "xla":
+            parts.append(local_calls(family, workers))
     return parts
 
 
 def local_calls(family: str, workers: int) -> Part:
-    """Drawn calls of local attention, on one device; the script starts the workers."""
-    script = str(ROOT / "tests" / "pallas_kernels" / "run_drawn.py")
-    options = f"--family {family} --programs 500 --minutes 4 --workers {workers}"
-    needs = ("pytest",)  # What the tests share imports it.
-    return Part(f"local calls, {family}", [[script, *options.split()]], 420, needs=needs)
+    """Drawn calls of local attention, on one device."""
+    script = [str(ROOT / "tests" / "pallas_kernels" / "run_drawn.py"), "--workers", "1"]
+    script += f"--family {family} --programs 1000".split()
+    commands = [[*script, "--seed", str(1000 * i)] for i in range(workers)]
+    return Part(
+        f"local calls, {family}", commands, least={"programs": 10}, draws=True,
+        needs=("pytest",),  # What the tests share imports it.
+    )  # fmt: skip
 
 
 def families(devices: dict[str, Any]) -> list[str]:
@@ -164,11 +195,16 @@ def missing(part: Part) -> list[str]:
 
 
 def run_process(
-    command: Sequence[str], limit: float, env: dict[str, str], log: Path, deadline: float
+    part: Part, command: Sequence[str], env: dict[str, str], log: Path, times: Times
 ) -> Ended:
     """Runs a Python process, and ends it and its children when its time is over."""
     began = time.monotonic()
-    limit = min(limit, deadline - began)
+    limit = min(part.limit, times.end - began)
+    if part.draws:
+        left = times.last_start - began
+        if left < _SHORTEST:  # Those that run have to do.
+            return Ended(None, "", began, began)
+        command = [*command, "--minutes", f"{left / 60:.3f}"]
     failure = f"the time of the whole run was over before it could start: {log.name}"
     if limit > 0:
         with log.open("w") as output:
@@ -189,7 +225,7 @@ def run_process(
     return Ended(failure, text, began, time.monotonic())
 
 
-def figures(outputs: Sequence[str]) -> str:
+def figures(outputs: Sequence[str]) -> dict[str, Any]:
     """The figures that a part's processes printed, in one: counts are added, others the largest."""
     found: dict[str, Any] = {}
     for output in outputs:
@@ -199,26 +235,32 @@ def figures(outputs: Sequence[str]) -> str:
                 found[name] = old + value if isinstance(value, int) else max(old, value)
         if counts := _LOCAL.findall(output):
             right, wrong = map(int, counts[-1])
-            found |= {"programs": right + wrong, "wrong": wrong}
+            for name, count in (("programs", right + wrong), ("wrong", wrong)):
+                found[name] = found.get(name, 0) + count
         if differences := _DIFFERENCE.findall(output):
             found["perplexities differ by"] = float(differences[-1])
-    return ", ".join(
-        f"{value} {name}" if isinstance(value, int) else f"{name} {value:g}"
-        for name, value in found.items()
-    )
+    return found
 
 
 def report(part: Part, ended: Sequence[Ended], write: Callable[[str], None]) -> bool:
     """Writes the line of a part, with the end of the output of what failed; whether it passed."""
     failed = [each for each in ended if each.failure is not None]
     seconds = max(x.ended for x in ended) - min(x.began for x in ended)
-    text = figures([each.output for each in ended])
-    write(f"{part.name:28} {'failed' if failed else 'passed'} {seconds:6.0f} s  {text}".rstrip())
+    found = figures([each.output for each in ended])
+    few = {name: n for name, n in part.least.items() if found.get(name, 0) < n}
+    text = ", ".join(
+        f"{value} {name}" if isinstance(value, int) else f"{name} {value:g}"
+        for name, value in found.items()
+    )
+    verdict = "failed" if failed or few else "passed"
+    write(f"{part.name:28} {verdict} {seconds:6.0f} s  {text}".rstrip())
+    for name, least in few.items():
+        write(f"  only {found.get(name, 0)} of at least {least} {name}: set --limit for more time")
     for each in failed:
         write(f"  {each.failure}; the end of its output:")
         for line in each.output.splitlines()[-_SHOWN:] or ["(none)"]:
             write(f"  | {line}")
-    return not failed
+    return not (failed or few)
 
 
 def run_parts(
@@ -226,22 +268,24 @@ def run_parts(
     write: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Runs the parts, at most ``jobs`` processes at once, and returns the exit status."""
-    status, deadline = PASSED, time.monotonic() + limit
+    status, times = PASSED, Times.within(limit)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         running: dict[str, list[concurrent.futures.Future[Ended]]] = {}
+        able = []
         for part in parts:
             if absent := missing(part):
                 write(f"{part.name:28} not run: needs {', '.join(absent)} (pip install them)")
                 status = NOT_RUN
-                continue
-            env = environment(small, part.memory)
-            running[part.name] = [
-                pool.submit(
-                    run_process, command, part.limit, env,
-                    out / f"{re.sub(r'[^a-z0-9_]+', '_', part.name)}_{i}.log", deadline,
+            else:
+                able.append(part)
+        # The first process of every part, then the second ones.
+        for i in range(max((len(part.commands) for part in able), default=0)):
+            for part in (x for x in able if i < len(x.commands)):
+                log = out / f"{re.sub(r'[^a-z0-9_]+', '_', part.name)}_{i}.log"
+                env = environment(small, part.memory)
+                running.setdefault(part.name, []).append(
+                    pool.submit(run_process, part, part.commands[i], env, log, times)
                 )
-                for i, command in enumerate(part.commands)
-            ]  # fmt: skip
         by_name = {part.name: part for part in parts}
         while running:
             concurrent.futures.wait(
@@ -268,11 +312,12 @@ def main(argv: list[str] | None = None) -> int:
     add("words", nargs="*", help="run only the parts whose names contain one of these")
     add("--small", action="store_true", help="small sizes on 8 CPU devices")
     add("--out", type=Path, default=ROOT / "out" / "gpu", help="folder (default: out/gpu)")
-    add("--jobs", type=int, help="processes at once (default: the CPU cores)")
-    add("--limit", type=float, default=480, help="seconds for the whole run (default: 480)")
+    add("--jobs", type=int, help="processes at once (default: half of the CPU cores)")
+    add("--limit", type=float, default=450, help="seconds for the whole run (default: 450)")
     args = parser.parse_args(argv)
     cores = len(os.sched_getaffinity(0))
-    jobs = cores if args.jobs is None else args.jobs
+    # Each compiles in threads, and shares the GPUs' memory.
+    jobs = max(1, min(cores // 2, 12)) if args.jobs is None else args.jobs
     if jobs < 1 or args.limit <= 0:
         parser.error(f"--jobs is {jobs}, --limit {args.limit}: both must be positive")
     start, args.out = time.monotonic(), args.out.resolve()
@@ -281,8 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISUSED
-    # Of rings and local calls of two families each, next to three other processes.
-    workers = 1 if args.small else max(1, min(5, (cores - 3) // 4))
+    workers = max(1, min(3, jobs // (2 * len(families(devices)))))
     parts = parts_of(devices, args.out, args.small, workers)
     chosen = [p for p in parts if not args.words or any(word in p.name for word in args.words)]
     if not chosen:

@@ -143,14 +143,13 @@ class _Worker:
     """
 
     def __init__(self, family: str):
+        places = [ROOT, ROOT / "tests", ROOT / "tests" / "support", os.environ.get("PYTHONPATH")]
         variables = {
             # Many processes share the GPU's memory, and the cores.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "support"))
-            ),
+            "PYTHONPATH": os.pathsep.join(str(place) for place in places if place),
         }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import drawn_rings
 import pytest
+import ring_draws
 import run_parts as gpu_run
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "run_parts.py"
@@ -17,8 +20,8 @@ HOPPER = {"count": 2, "platform": "gpu", "kind": "H100", "capability": "9.0", "j
 AMPERE = HOPPER | {"kind": "A100", "capability": "8.0"}
 
 
-def part(name, *codes, limit=60.0, needs=()):
-    return gpu_run.Part(name, [["-c", code] for code in codes], limit, needs=needs)
+def part(name, *codes, limit=60.0, **options):
+    return gpu_run.Part(name, [["-c", code] for code in codes], limit, **options)
 
 
 def run(tmp_path, *parts, limit=60.0, jobs=2):
@@ -34,9 +37,10 @@ def test_every_part_has_a_line_with_its_figures(tmp_path):
     figures = ({"rings": 3, "error": 0.5}, {"rings": 4, "error": 0.25})
     adds = [f"print('figure: {json.dumps(each)}')" for each in figures]
     trains = "print('  relative difference 1.5e-06')"
-    local = "print('drawn calls: 38 right (mosaic_sm90 38), 2 wrong, 1 not started in time, 9 s')"
+    local = "print('drawn calls: %d right (mosaic_sm90 38), 1 wrong, 1 not started in time, 9 s')"
+    locals_ = [local.replace("%d", str(right)) for right in (30, 8)]
     status, lines = run(
-        tmp_path, part("rings", *adds), part("training", trains), part("local", local)
+        tmp_path, part("rings", *adds), part("training", trains), part("local", *locals_)
     )
     assert status == gpu_run.PASSED
     found = {line.split()[0]: line for line in lines}
@@ -52,7 +56,7 @@ def test_a_failed_part_shows_its_end_and_stops_no_other(tmp_path):
     status, lines = run(tmp_path, part("bad", "pass", fails), part("good", "pass"), jobs=1)
     assert status == gpu_run.FAILED
     assert [line.split()[:2] for line in lines if line[0] != " "] == [
-        ["bad", "failed"], ["good", "passed"],
+        ["good", "passed"], ["bad", "failed"],  # Second processes start last.
     ]  # fmt: skip
     at = lines.index("  exit status 1; the end of its output:")
     shown = lines[at + 1 : at + 41]
@@ -91,6 +95,48 @@ def test_what_the_whole_run_has_no_time_for_is_a_failure(tmp_path):
     )
 
 
+def test_drawn_programs_fill_the_time_and_must_be_enough(tmp_path):
+    """The option ends them in time; processes that would start too late are no failure."""
+    draws = (
+        "import sys; option, minutes = sys.argv[-2:]; assert option == '--minutes'\n"
+        "assert 0.7 < float(minutes) < 1.1, minutes\n"
+        'print(\'figure: {"rings": 2, "wrong": 0}\')'
+    )
+    enough, few = (
+        part(name, draws, draws, least={"rings": n}, draws=True)
+        for name, n in (("enough", 4), ("few", 5))
+    )
+    limit = 124.0  # Programs start in the first half.
+    status, lines = run(tmp_path, enough, few, limit=limit, jobs=4)
+    assert status == gpu_run.FAILED
+    found = {line.split()[0]: line for line in lines}
+    assert found["enough"].split()[1] == "passed", lines
+    assert found["enough"].endswith(" s  4 rings, 0 wrong")
+    assert found["few"].split()[1] == "failed"
+    assert "  only 4 of at least 5 rings: set --limit for more time" in lines
+    status, lines = run(tmp_path, part("late", "raise SystemExit(1)", draws=True), limit=60)
+    assert (status, lines[0].split()[1]) == (gpu_run.PASSED, "passed")
+    status, lines = run(tmp_path, part("late", "pass", draws=True, least={"rings": 1}), limit=60)
+    assert status == gpu_run.FAILED
+    assert lines[1].startswith("  only 0 of at least 1 rings")
+
+
+def test_processes_share_the_numbers_of_draws(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: drawn_rings.take(tmp_path / "next"), range(100)))
+    assert sorted(found) == list(range(100))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_the_rings_that_must_run_have_every_layout_and_mask(tmp_path, devices):
+    parts = gpu_run.parts_of(HOPPER, tmp_path, False, 3)
+    least = {part.least["rings"] for part in parts if part.name.startswith("rings")}
+    assert least == {9}
+    drawn = [ring_draws.draw_ring("mosaic_sm90", i, devices) for i in range(9)]
+    assert {ring.layout for ring in drawn} == set(ring_draws.LAYOUTS)
+    assert {ring.mask for ring in drawn} == set(ring_draws.MASKS)
+
+
 def test_a_part_that_cannot_run_is_no_silent_pass(tmp_path):
     lacks = part("peer", "pass", needs=("json", "no_such_package"))
     status, lines = run(tmp_path, lacks, part("good", "pass"))
@@ -109,11 +155,13 @@ def test_the_parts_of_each_gpu(tmp_path):
     others = ["fine-tuning with LoRA", "generation"]
     kinds = ("rings", "local calls")
     both = [f"{kind}, {family}" for kind in kinds for family in ("mosaic_sm90", "mosaic_sm80")]
-    assert names(HOPPER) == ["training", *both, *others]
-    assert names(AMPERE) == ["training", *both[1::2], *others]
+    # What users run comes first: few processes run at once.
+    assert names(HOPPER) == ["training", *others, *both]
+    assert names(AMPERE) == ["training", *others, *both[1::2]]
     for each in gpu_run.parts_of(HOPPER, tmp_path, False, 3):
         assert all(Path(command[0]).exists() or command[0] == "-m" for command in each.commands)
-        assert 0 < each.limit < 480
+        assert each.draws or 0 < each.limit < 450
+        assert len(each.commands) == (3 if each.draws else 1)
 
 
 def test_processes_share_a_gpu_s_memory(tmp_path):
@@ -136,8 +184,8 @@ def test_mistakes(tmp_path, capsys):
     assert done.stderr.startswith("error: JAX finds no GPU here, but cpu: install jax[cuda13], or")
     assert not (tmp_path / "out").exists()
     for options, message in (
-        (["--small", "nothing"], "no part has ['nothing'] in its name: training, rings, xla"),
-        (["--jobs", "0"], "--jobs is 0, --limit 480: both must be positive"),
+        (["--small", "nothing"], "no part has ['nothing'] in its name: training, fine-tuning"),
+        (["--jobs", "0"], "--jobs is 0, --limit 450: both must be positive"),
     ):
         with pytest.raises(SystemExit, match="2"):
             gpu_run.main([*options, "--out", str(tmp_path / "out")])
@@ -153,5 +201,4 @@ def test_rings_and_training_on_cpu_devices(tmp_path, capsys):
     assert lines[0].startswith("8 x cpu, JAX ")
     assert {line.split()[0] for line in lines[1:-1]} == {"rings,", "training"}
     assert lines[-1].startswith("all passed, ")
-    record = (tmp_path / "out" / "rings_xla_0.log").read_text().splitlines()[-1]
-    assert json.loads(record.removeprefix("figure: "))["rings"] == 4
+    assert next(line for line in lines if line.startswith("rings")).count(" 4 rings, 0 wrong") == 1

@@ -1,7 +1,8 @@
 """Drawn rings on this machine's devices, with gradients, against float32 attention in chunks.
 
-    python tests/gpu/rings.py --implementation mosaic_sm90 --count 40
-    python tests/gpu/rings.py --implementation mosaic_sm80 --only 17
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --count 40
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --next FILE  # as others do
+    python tests/gpu/drawn_rings.py --implementation mosaic_sm80 --only 17
 
 Every call is public, under ``jax.jit`` with the library's compiler options, and runs twice: out and
 lse must have the same bits, gradients too where ``deterministic``. On a GPU newer than Ampere,
@@ -11,10 +12,13 @@ Mosaic GPU compiles the kernels of mosaic_sm80 as it does for an A100.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import itertools
 import json
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import chunked_attention
@@ -134,8 +138,8 @@ class Ordered:
             return np.stack([p.place(row, 0) for p, row in zip(self._placements, x, strict=True)])
         return x[:, self._orders[name in ("key", "value")]]
 
-    def restore(self, name: str, x: jax.Array) -> np.ndarray:
-        """Back. In a balanced layout padding has no place, and is left as zeros, or lse -inf."""
+    def restore(self, name: str, x: jax.Array, empty: Any = 0) -> np.ndarray:
+        """Back. In a balanced layout padding has no place, and must be ``empty``."""
         x = np.asarray(x)
         if name == "dsinks":
             return x
@@ -143,7 +147,8 @@ class Ordered:
             back = np.empty_like(x)
             back[:, self._orders[name in ("dk", "dv")]] = x
             return back
-        rows = np.full_like(x, -np.inf if name == "lse" else 0)
+        rows = np.empty_like(x)
+        rows[...] = empty
         for row, placement, own in zip(rows, self._placements, x, strict=True):
             documents = placement.restore(own, 0)
             row[: len(documents)] = documents
@@ -160,6 +165,9 @@ def check(ring: Ring) -> float:
       AssertionError: two runs differ in bits that must be equal.
     """
     mesh, tables, natural = mesh_of(ring), draw_tables(ring), draw_arrays(ring)
+    if tables.placements is not None:
+        # Padding has no place, nor a cotangent.
+        natural["dlse"] = np.where(tables.segment_ids[..., None] == 0, 0, natural["dlse"])
     layout, arrays = tables_of_call(ring, tables)
     ordered = Ordered(ring, tables)
     arrays |= {name: ordered.place(name, x) for name, x in natural.items()}
@@ -174,7 +182,10 @@ def check(ring: Ring) -> float:
     for name in got if ring.options["deterministic"] else ("out", "lse"):
         if not np.array_equal(got[name], again[name]):
             raise AssertionError(f"{name} differs between two runs")
-    got = {name: ordered.restore(name, x) for name, x in got.items()}
+    call.clear_cache()  # Programs differ, and stay in memory.
+    # A query that attends to nothing has its sinks alone.
+    empty = {"lse": natural.get("sink_logits", -np.inf)}
+    got = {name: ordered.restore(name, x, empty.get(name, 0)) for name, x in got.items()}
     return compared(ring, tables, natural, got)
 
 
@@ -196,28 +207,36 @@ def lower(ring: Ring, mesh: Mesh) -> Any:
 def compared(ring: Ring, tables: Tables, natural: dict[str, Any], got: dict[str, Any]) -> float:
     """The largest error of results in natural order, relative to what is allowed."""
     options, (t, s) = ring.options, ring.lengths
-    ids, lengths = tables.segment_ids, (tables.query_lengths, tables.key_lengths)
-    masks = chunked_attention.Masks.of(
-        ring.batch, t, s, is_causal=options["is_causal"],
-        segment_ids=None if ids is None else (ids, ids),
-        lengths=None if lengths[0] is None else lengths,
-        local_window_size=options.get("local_window_size", (None, None)),
-        attention_chunk_size=options.get("attention_chunk_size"),
-    )  # fmt: skip
-    sinks = natural.get("sink_logits", np.zeros(ring.heads[0], np.float32))
-    want = chunked_attention.reference(
-        *(natural[name] for name in ("query", "key", "value", "do", "dlse")), sinks, masks,
-        dtype=ring.dtype, cap=options["logits_soft_cap"], has_sinks=ring.sinks,
-    )  # fmt: skip
-    dsinks = got.get("dsinks", sinks)
-    results = chunked_attention.Results(got["out"], got["dq"], got["dk"], got["dv"], dsinks)
+
+    def masks_of(row: int) -> chunked_attention.Masks:
+        ids, of_query, of_key = tables.segment_ids, tables.query_lengths, tables.key_lengths
+        return chunked_attention.Masks.of(
+            t, s, is_causal=options["is_causal"],
+            segment_ids=None if ids is None else (ids[row], ids[row]),
+            lengths=None if of_query is None else (of_query[row], of_key[row]),
+            local_window_size=options.get("local_window_size", (None, None)),
+            attention_chunk_size=options.get("attention_chunk_size"),
+        )  # fmt: skip
+
     found = chunked_attention.compare(
-        results, got["lse"], want, dtype=ring.dtype, has_sinks=ring.sinks
-    )
+        natural, got, [masks_of(row) for row in range(ring.batch)], dtype=ring.dtype,
+        cap=options["logits_soft_cap"],
+    )  # fmt: skip
     largest = found.largest()
     if not largest <= 1:
-        print(jax.tree.map(lambda x: np.round(np.asarray(x), 3).tolist(), found)._asdict())
+        print({name: np.round(x, 3).tolist() for name, x in found._asdict().items()})
     return largest
+
+
+def take(counter: Path) -> int:
+    """The next number of a file that processes share."""
+    with counter.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = int(file.read() or 0)
+        file.truncate(0)
+        file.write(str(number + 1))
+        return number
 
 
 def compile_as_ampere(implementation: str) -> None:
@@ -228,26 +247,31 @@ def compile_as_ampere(implementation: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs draws until ``--seconds`` are over; returns 1 if one is wrong, or too few have run."""
+    """Runs draws until ``--minutes`` are over; returns 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--implementation", required=True, help="of local attention")
     add("--count", type=int, default=45, help="number of draws (default: 45)")
-    add("--least", type=int, default=0, help="of them that must have run (default: 0)")
-    add("--seconds", type=float, default=float("inf"), help="after which no further one starts")
-    add("--worker", type=int, nargs=2, default=(0, 1), help="index and number of processes")
+    add("--minutes", type=float, default=float("inf"), help="after which no further one starts")
+    add("--next", type=Path, help="file with the next draw's number, for many processes")
+    add("--worker", type=int, default=0, help="number of this process (default: 0)")
     add("--tokens", type=int, nargs=2, default=(8192, 32768), help="least and most per device")
     add("--only", type=int, help="one draw alone")
     args = parser.parse_args(argv)
     start, largest, ran, wrong = time.perf_counter(), 0.0, 0, 0
-    first, step = args.worker
-    indices = range(first, args.count, step) if args.only is None else [args.only]
+    if args.only is not None:
+        indices = iter([args.only])
+    elif args.next is None:
+        indices = iter(range(args.count))
+    else:
+        indices = itertools.takewhile(
+            lambda number: number < args.count, map(take, itertools.repeat(args.next))
+        )
     compile_as_ampere(args.implementation)
-    # Workers compute their references on different GPUs.
-    jax.config.update("jax_default_device", jax.devices()[first % jax.device_count()])
-    for index in indices:
-        if time.perf_counter() - start > args.seconds:
-            break
+    # Processes compute their references on different GPUs.
+    jax.config.update("jax_default_device", jax.devices()[args.worker % jax.device_count()])
+    late = start + 60 * args.minutes
+    while time.perf_counter() < late and (index := next(indices, None)) is not None:
         ring = draw_ring(args.implementation, index, jax.device_count(), tuple(args.tokens))
         began = time.perf_counter()
         try:
@@ -260,12 +284,11 @@ def main(argv: list[str] | None = None) -> int:
         seconds = time.perf_counter() - began
         verdict = "right" if right else "WRONG"
         print(f"{verdict}  {ring}: {error:.2f} of allowed, {seconds:.0f} s", flush=True)
-        jax.clear_caches()  # Programs differ, and stay in memory.
-    figure = {"rings": ran, "wrong": wrong, "largest error over allowed": round(largest, 2)}
-    print(f"figure: {json.dumps(figure)}")
-    if ran < args.least:
-        print(f"only {ran} of at least {args.least} rings have run in {args.seconds:.0f} s")
-    return int(wrong > 0 or ran < args.least)
+        # A process that is ended has told what it found.
+        print(f"figure: {json.dumps({'rings': 1, 'wrong': int(not right)})}", flush=True)
+    if ran:
+        print(f"figure: {json.dumps({'largest error over allowed': round(largest, 2)})}")
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
