@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import interpreted_callbacks
+import interpreted_linear
 import interpreted_rows
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,7 @@ from jax._src.state import types as state_types
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.linear import inverse
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import instructions, padding
 
@@ -484,6 +486,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
         mock.patch.object(instructions, "start_product", interpreted_rows.start_product),
         mock.patch.object(padding, "zero_rows", interpreted_rows.zero_rows),
+        mock.patch.object(inverse, "invert", interpreted_linear.invert),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),

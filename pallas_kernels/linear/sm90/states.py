@@ -1,0 +1,328 @@
+"""The backward pass's scans: states and U again, and the gradients of states, in one launch.
+
+The two do not depend on each other, so that their CTAs fill the GPU together. The scan over the
+gradients is built like :mod:`pallas_kernels.linear.sm90.scan`: with dS the gradient of the state
+after a chunk, transposed, ``dU^T = out (dS^T K^T) + dO^T P``, ``dV^T = dU^T (X beta)`` and
+``dS^T' = through dS^T + scale (into dO)^T Q - (into dV)^T K``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.sm90.chunk_operands import (
+    accumulator,
+    along_columns,
+    matrix,
+    numbers,
+    transposed,
+)
+from pallas_kernels.linear.sm90.pipeline import SLOTS, STAGES, WARPGROUPS, Result, produce
+from pallas_kernels.linear.sm90.prepare import P_LANES, X_LANES
+from pallas_kernels.linear.sm90.scan import (
+    PARTS,
+    SCANNED,
+    Mode,
+    Place,
+    ScanInputs,
+    ScanMemory,
+    scan_cta,
+    slots_of,
+)
+from pallas_kernels.mosaic.fragments import i32, proxy_fence
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
+from pallas_kernels.mosaic.sm90.instructions import TILE
+
+
+class ReverseInputs(NamedTuple):
+    """What the scan over gradients reads.
+
+    Attributes:
+      q: bfloat16 ``[B, T, K, 128]``.
+      k: the same.
+      do: gradient of o, bfloat16 ``[B, T, N, 128]``.
+      matrices: X beta and P, bfloat16 ``[B, N, T, 128]``.
+      vectors: of the chunks.
+      last: gradient of the last state, transposed, float32 ``[B, N, 128, 128]``.
+    """
+
+    q: Any
+    k: Any
+    do: Any
+    matrices: Any
+    vectors: Any
+    last: Any
+
+
+class ReverseMemory(NamedTuple):
+    """Shared memory and barriers; the slots are None where only the first state's is computed.
+
+    Attributes:
+      q: ``[STAGES, 64, 128]``.
+      k: the same.
+      do: ``[STAGES, 64, 64]``.
+      x: the same.
+      p: the same.
+      vectors: ``[STAGES, 128]``.
+      arrived: by stage.
+      free: by stage.
+      columns: ``[SLOTS, 64 tokens, 64 columns]``: dV.
+      columns_written: by slot.
+      columns_free: by slot.
+      states: ``[SLOTS, 64 columns, 128]``: dS.
+      states_written: by slot.
+      states_free: by slot.
+    """
+
+    q: Any
+    k: Any
+    do: Any
+    x: Any
+    p: Any
+    vectors: Any
+    arrived: Any
+    free: Any
+    columns: Any = None
+    columns_written: Any = None
+    columns_free: Any = None
+    states: Any = None
+    states_written: Any = None
+    states_free: Any = None
+
+    @classmethod
+    def of(cls, stores: bool) -> ReverseMemory:
+        """Descriptions."""
+        slots = {}
+        if stores:
+            slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
+            slots |= slots_of("states", matrix(SLOTS, CHUNK, HEAD_DIM))
+        return cls(
+            q=matrix(STAGES, CHUNK, HEAD_DIM),
+            k=matrix(STAGES, CHUNK, HEAD_DIM),
+            do=matrix(STAGES, CHUNK, CHUNK),
+            x=matrix(STAGES, CHUNK, CHUNK),
+            p=matrix(STAGES, CHUNK, CHUNK),
+            vectors=numbers(STAGES, SCANNED),
+            arrived=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
+            free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            **slots,
+        )
+
+    def for_scan(self, arrived: Any) -> ScanMemory:
+        """The same memory for a scan that saves states, with its own barriers of arrival."""
+        return ScanMemory(
+            None, self.k, self.do, self.x, None, self.vectors, arrived, self.free, *self[8:]
+        )
+
+
+def reverse_cta(
+    scale: float,
+    place: Place,
+    given: ReverseInputs,
+    dv: Any,
+    states: Any,
+    first: Any,
+    memory: ReverseMemory,
+) -> None:
+    """A CTA's scan over gradients, from the last chunk to the first.
+
+    Args:
+      scale: of q k.
+      place: the CTA's part.
+      given: global memory.
+      dv: gradient of v ``[B, T, N, 128]``, or None.
+      states: gradients of the states after all chunks, or None.
+      first: gradient of the first state, transposed.
+      memory: shared memory.
+    """
+    chunks = given.vectors.shape[2]
+    b, h, key_head, _ = place
+
+    def chunk(step):
+        return chunks - 1 - step
+
+    def tokens(step):
+        return pl.ds(chunk(step) * CHUNK, CHUNK)
+
+    def start(step, stage):
+        at = tokens(step)
+        for source, target in (
+            (given.do.at[b, at, h, place.values], memory.do),
+            (given.matrices.at[b, h, at, P_LANES], memory.p),
+            (given.k.at[b, at, key_head], memory.k),
+            (given.vectors.at[b, h, chunk(step), pl.ds(INTO, SCANNED)], memory.vectors),
+            (given.q.at[b, at, key_head], memory.q),
+            (given.matrices.at[b, h, at, X_LANES], memory.x),
+        ):
+            plgpu.copy_gmem_to_smem(source, target.at[stage], memory.arrived.at[stage])
+
+    results = []
+    if dv is not None:
+        results = [
+            Result(
+                memory.states,
+                memory.states_written,
+                memory.states_free,
+                lambda step: states.at[b, h, place.saved(chunk(step))],
+            ),
+            Result(
+                memory.columns,
+                memory.columns_written,
+                memory.columns_free,
+                lambda step: dv.at[b, tokens(step), h, place.values],
+            ),
+        ]
+
+    def chain():
+        state = plgpu.load(given.last.at[b, h, place.columns], layout=TILE, optimized=False)
+        step = _step(scale, memory, results)
+        first[b, h, place.columns] = lax.fori_loop(i32(0), i32(chunks), step, state)
+
+    warpgroup = lax.axis_index(WARPGROUP_AXIS)
+    pl.when(warpgroup == 0)(chain)
+    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results))
+
+
+def _step(
+    scale: float, memory: ReverseMemory, results: list[Result]
+) -> Callable[[Any, jax.Array], jax.Array]:
+    """``step(index, state)``: the chain's work on a chunk."""
+
+    def step(index, state):
+        stage = lax.rem(index, i32(STAGES))
+        q, k, do, x, p = (ref.at[stage] for ref in memory[:5])
+        vectors = memory.vectors.at[stage]
+        plgpu.barrier_wait(memory.arrived.at[stage])
+        # Nothing is running. ptxas does not see it across the loop's end: it would wait for the
+        # first products of this step before each use of the state, the last step's accumulator.
+        plgpu.wgmma_wait(0)
+
+        def products(p_acc, write_acc, dv_acc, state_acc):
+            do_columns = plgpu.load(transposed(do), layout=TILE)
+            plgpu.wgmma(p_acc, do_columns, p)
+            rounded = state.astype(jnp.bfloat16)
+            plgpu.wgmma(write_acc, rounded, transposed(k))
+            # Computed while the products run.
+            if results:
+                results[0].put(index, rounded)
+            into, out = along_columns(vectors, INTO), along_columns(vectors, OUT)
+            scaled = (do_columns.astype(jnp.float32) * (into * scale)).astype(jnp.bfloat16)
+            state_acc[...] = state * memory.vectors[stage, INTO + CHUNK - 1]
+            scaled, out = lax.optimization_barrier((scaled, out))
+            plgpu.wgmma(state_acc, scaled, q)
+            # Of the products only that with Q still runs, while dU is rounded.
+            write = plgpu.wgmma_accumulator_load(write_acc, wait_n=1)
+            du = write * out + plgpu.wgmma_accumulator_load(p_acc, wait_n=None)
+            plgpu.wgmma(dv_acc, du.astype(jnp.bfloat16), x)
+            dv = plgpu.wgmma_accumulator_load(dv_acc)
+            plgpu.wgmma(state_acc, (-dv * into).astype(jnp.bfloat16), k)
+            if results:
+                results[1].put(index, dv.astype(jnp.bfloat16), transpose=True)
+            proxy_fence()
+            new = plgpu.wgmma_accumulator_load(state_acc)
+            plgpu.barrier_arrive(memory.free.at[stage])
+            return new
+
+        square = accumulator()
+        return pl.run_scoped(products, square, square, square, accumulator(HEAD_DIM))
+
+    return step
+
+
+class _Outputs(NamedTuple):
+    """What is written: of the scan over states, and of that over gradients."""
+
+    u: Any
+    states: Any
+    dv: Any
+    dstates: Any
+    first: Any
+
+
+class _Memory(NamedTuple):
+    """Shared memory of both kinds of CTAs.
+
+    Attributes:
+      reverse: of the scan over gradients; the other uses part of it.
+      arrived: the other's barriers of arrival.
+    """
+
+    reverse: ReverseMemory
+    arrived: Any
+
+
+def states(
+    given: ScanInputs, gradients: ReverseInputs, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Both scans.
+
+    Returns:
+      U, the states before all chunks, dV, the gradients of the states after all chunks, and that
+      of the first state.
+    """
+    batch, heads, chunks, _ = given.vectors.shape
+    groups, ctas = heads // given.k.shape[2], heads * PARTS
+
+    def kernel(inputs, outputs: _Outputs, memory: _Memory) -> None:
+        given, gradients = inputs
+        cta = lax.axis_index("part")
+
+        # The longer scan's CTAs come first.
+        @pl.when(cta < ctas)
+        def _():
+            place = Place.of(cta, PARTS, groups)
+            reverse_cta(scale, place, gradients, *outputs[2:], memory.reverse)
+
+        @pl.when(cta >= ctas)
+        def _():
+            place = Place.of(cta - ctas, PARTS, groups)
+            own = memory.reverse.for_scan(memory.arrived)
+            scan_cta(Mode.STATES, scale, place, given, outputs.u, outputs.states, None, own)
+
+    tokens = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
+    saved = jax.ShapeDtypeStruct((batch, heads, chunks * HEAD_DIM, HEAD_DIM), jnp.bfloat16)
+    first = jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32)
+    return tuple(
+        launch(
+            kernel,
+            "gated_delta_rule_states",
+            semantics=plgpu.LoweringSemantics.Lane,
+            grid={"part": 2 * ctas, "batch": batch},
+            warpgroups=WARPGROUPS,
+            inputs=(given, gradients),
+            results=_Outputs(tokens, saved, tokens, saved, first),
+            memory=_Memory(
+                ReverseMemory.of(stores=True),
+                plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            ),
+        )
+    )
+
+
+def first_gradient(gradients: ReverseInputs, scale: float) -> jax.Array:
+    """The gradient of the first state alone, transposed."""
+    batch, heads, _, _ = gradients.vectors.shape
+    groups = heads // gradients.k.shape[2]
+
+    def kernel(gradients: ReverseInputs, first: Any, memory: ReverseMemory) -> None:
+        place = Place.of(lax.axis_index("part"), PARTS, groups)
+        reverse_cta(scale, place, gradients, None, None, first, memory)
+
+    return launch(
+        kernel,
+        "gated_delta_rule_first_gradient",
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"part": heads * PARTS, "batch": batch},
+        warpgroups=WARPGROUPS,
+        inputs=gradients,
+        results=jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32),
+        memory=ReverseMemory.of(stores=False),
+    )
