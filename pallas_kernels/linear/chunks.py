@@ -49,9 +49,7 @@ def joined(x: jax.Array) -> jax.Array:
     return x.transpose(0, 2, 3, 1).reshape(batch, chunks * CHUNK, heads)
 
 
-def chunk_vectors(
-    log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None = None
-) -> jax.Array:
+def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None = None) -> jax.Array:
     """The vectors of every chunk and head, float32 ``[B, N, chunks, VECTORS * 64]``.
 
     Args:

@@ -122,9 +122,7 @@ class _Matrix:
         eighth = arith.divui(column, _i32(8))
         within = arith.muli(arith.remui(self._lane, _i32(4)), _i32(4))
         for i, register in enumerate(registers):
-            at = self._address(
-                arith.addi(row, _i32(8 * (i % 2))), arith.addi(eighth, _i32(i // 2))
-            )
+            at = self._address(arith.addi(row, _i32(8 * (i % 2))), arith.addi(eighth, _i32(i // 2)))
             _assembly(
                 ir.Type.parse("!llvm.void"), [arith.addi(at, within), register],
                 "st.shared.b32 [$0], $1;", "r,r", effects=True,

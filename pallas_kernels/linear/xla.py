@@ -135,9 +135,7 @@ def _chunks(
         continues, is_last = document == 0, document == document[..., -1:]
     q, k, v, log_decay, beta = map(cut, (q, k, v, log_decay, beta))
     product = functools.partial(_product, dtype=v.dtype)
-    kk, qk = (
-        jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q)
-    )
+    kk, qk = (jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q))
     q, k = (jnp.repeat(x, groups, axis=2) for x in (q, k))
     total = jnp.cumsum(log_decay, -1)
     difference = jnp.where(connected, total[..., :, None] - total[..., None, :], 0)

@@ -5,10 +5,15 @@ With S the state before the chunk and dS the gradient of the one after it,
 ``dQ = scale into (dO S^T) + dP K``, ``read = -into (dV S^T) + E K``,
 ``write = out (U dS^T) + dP^T Q + E^T K`` and ``dK = read + write``. One warpgroup has dQ, the
 other dK. The gradients of decay and beta are row sums of products that exist anyway.
+
+S is saved before every pair of chunks, dS after it. The other of the two that a chunk needs is
+recomputed from the pair's other chunk, whose arrays its own CTA reads at about the same time, so
+that they come from the L2 cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
+    along_columns,
     along_rows,
     decay,
     matrix,
@@ -44,7 +50,7 @@ class GradientInputs(NamedTuple):
       do: bfloat16 ``[B, T, N, 128]``, gradient of o.
       dv: the same.
       u: the same.
-      states: bfloat16 ``[B, N, chunks * 128 columns, 128]``, before the chunks.
+      states: bfloat16 ``[B, N, pairs * 128 columns, 128]``, before the pairs of chunks.
       dstates: the same, after them.
       vectors: of the chunks.
     """
@@ -74,7 +80,30 @@ class GradientResults(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Shared memory and barriers: the inputs, dP, E; they have been copied; dP has been written."""
+    """Shared memory and barriers.
+
+    Attributes:
+      q: ``[64, 128]``, as all arrays of tokens.
+      k: of the chunk.
+      do: of the chunk; later dq.
+      dv: of the chunk; later dk.
+      u: of the chunk.
+      states: ``[128, 128]``.
+      dstates: the same.
+      vectors: of the chunk, up to START.
+      other_k: of the pair's other chunk.
+      other_columns: its dV, or its U.
+      other_q: of the pair's second chunk, if this is the first.
+      other_do: the same.
+      other_vectors: INTO and OUT of the other chunk.
+      dp: ``[64, 64]``.
+      e: the same.
+      arrived: the chunk's arrays have been copied.
+      other_arrived: K, columns and vectors of the other chunk have.
+      second_arrived: Q and dO of the second chunk have.
+      recomputed: each warpgroup has written its half of the recomputed state.
+      dp_written: dP has been written.
+    """
 
     q: Any
     k: Any
@@ -84,9 +113,17 @@ class _Memory(NamedTuple):
     states: Any
     dstates: Any
     vectors: Any
+    other_k: Any
+    other_columns: Any
+    other_q: Any
+    other_do: Any
+    other_vectors: Any
     dp: Any
     e: Any
     arrived: Any
+    other_arrived: Any
+    second_arrived: Any
+    recomputed: Any
     dp_written: Any
 
 
@@ -97,42 +134,66 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
 
     def kernel(given: GradientInputs, results: GradientResults, memory: _Memory) -> None:
         n, h, b = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
-        tokens, key_head = pl.ds(n * CHUNK, CHUNK), lax.div(h, i32(groups))
-        saved = pl.ds(n * HEAD_DIM, HEAD_DIM)
-        warpgroup = lax.axis_index(WARPGROUP_AXIS)
+        key_head, warpgroup = lax.div(h, i32(groups)), lax.axis_index(WARPGROUP_AXIS)
+        is_second = lax.rem(n, i32(2)) == 1
+        is_first = ~is_second & (n + 1 < chunks)
+
+        def start(barrier, *copies):
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+
+        def copies_of_other(n, columns):
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            start(
+                memory.other_arrived,
+                (columns.at[b, tokens, h], memory.other_columns),
+                (given.k.at[b, tokens, key_head], memory.other_k),
+                (given.vectors.at[b, h, n, pl.ds(INTO, 2 * CHUNK)], memory.other_vectors),
+            )
 
         @pl.when(warpgroup == 0)
         def _():
-            for source, target in (
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            saved = pl.ds(lax.div(n, i32(2)) * HEAD_DIM, HEAD_DIM)
+            start(
+                memory.arrived,
+                (given.states.at[b, h, saved], memory.states),
+                (given.dstates.at[b, h, saved], memory.dstates),
+            )
+            pl.when(is_second)(lambda: copies_of_other(n - 1, given.u))
+
+            @pl.when(is_first)
+            def _():
+                copies_of_other(n + 1, given.dv)
+                tokens = pl.ds((n + 1) * CHUNK, CHUNK)
+                start(
+                    memory.second_arrived,
+                    (given.do.at[b, tokens, h], memory.other_do),
+                    (given.q.at[b, tokens, key_head], memory.other_q),
+                )
+
+            start(
+                memory.arrived,
                 (given.do.at[b, tokens, h], memory.do),
                 (given.u.at[b, tokens, h], memory.u),
                 (given.vectors.at[b, h, n, pl.ds(INTO, BETA)], memory.vectors),
                 (given.dv.at[b, tokens, h], memory.dv),
-                (given.states.at[b, h, saved], memory.states),
                 (given.k.at[b, tokens, key_head], memory.k),
                 (given.q.at[b, tokens, key_head], memory.q),
-                (given.dstates.at[b, h, saved], memory.dstates),
-            ):
-                plgpu.copy_gmem_to_smem(source, target, memory.arrived)
+            )
 
         plgpu.barrier_wait(memory.arrived)
+        columns = pl.ds(warpgroup * CHUNK, CHUNK)
+        pl.when(is_second)(lambda: _recompute_state(memory, columns))
+        pl.when(is_first)(lambda: _recompute_gradient(scale, memory, columns))
+        plgpu.barrier_arrive(memory.recomputed)
+        plgpu.barrier_wait(memory.recomputed)
+        tokens = pl.ds(n * CHUNK, CHUNK)
         sums = results.sums.at[b, h, n]
         dq, dk = (ref.at[b, tokens, h] for ref in (results.dq, results.dk))
         pl.when(warpgroup == 0)(lambda: _query_gradient(scale, memory, dq, sums))
         pl.when(warpgroup == 1)(lambda: _key_gradient(memory, dk, sums))
 
-    square = matrix(CHUNK, CHUNK)
-    tokens = matrix(CHUNK, HEAD_DIM)
-    memory = _Memory(
-        *[tokens] * 5,
-        states=matrix(HEAD_DIM, HEAD_DIM),
-        dstates=matrix(HEAD_DIM, HEAD_DIM),
-        vectors=numbers(BETA),
-        dp=square,
-        e=square,
-        arrived=plgpu.Barrier(num_arrivals=8),
-        dp_written=plgpu.Barrier(num_arrivals=1),
-    )
     by_token = jax.ShapeDtypeStruct(given.do.shape, jnp.bfloat16)
     sums = jax.ShapeDtypeStruct((batch, heads, chunks, SUMS, CHUNK), jnp.float32)
     return launch(
@@ -143,8 +204,66 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
         warpgroups=2,
         inputs=given,
         results=GradientResults(by_token, by_token, sums),
-        memory=memory,
+        memory=_memory(),
     )
+
+
+def _memory() -> _Memory:
+    """Descriptions."""
+    square, tokens = matrix(CHUNK, CHUNK), matrix(CHUNK, HEAD_DIM)
+    state = matrix(HEAD_DIM, HEAD_DIM)
+    return _Memory(
+        *[tokens] * 5,
+        states=state,
+        dstates=state,
+        vectors=numbers(BETA),
+        other_k=tokens,
+        other_columns=tokens,
+        other_q=tokens,
+        other_do=tokens,
+        other_vectors=numbers(2 * CHUNK),
+        dp=square,
+        e=square,
+        arrived=plgpu.Barrier(num_arrivals=8),
+        other_arrived=plgpu.Barrier(num_arrivals=3),
+        second_arrived=plgpu.Barrier(num_arrivals=2),
+        recomputed=plgpu.Barrier(num_arrivals=2),
+        dp_written=plgpu.Barrier(num_arrivals=1),
+    )
+
+
+def _recompute_state(memory: _Memory, columns: Any) -> None:
+    """Replaces S before the first chunk by that before the second, 64 columns of it."""
+    plgpu.barrier_wait(memory.other_arrived)
+    u = plgpu.load(transposed(memory.other_columns.at[:, columns]), layout=TILE)
+    u = u.astype(jnp.float32) * along_columns(memory.other_vectors, OUT)
+    _replace(memory, memory.states.at[columns], [(u, memory.other_k)])
+
+
+def _recompute_gradient(scale: float, memory: _Memory, columns: Any) -> None:
+    """Replaces dS after the second chunk by that after the first, 64 columns of it."""
+    plgpu.barrier_wait(memory.other_arrived)
+    plgpu.barrier_wait(memory.second_arrived)
+    into = along_columns(memory.other_vectors, INTO)
+    dv, do = (
+        plgpu.load(transposed(ref.at[:, columns]), layout=TILE).astype(jnp.float32)
+        for ref in (memory.other_columns, memory.other_do)
+    )
+    terms = (dv * -into, memory.other_k), (do * (into * scale), memory.other_q)
+    _replace(memory, memory.dstates.at[columns], terms)
+
+
+def _replace(memory: _Memory, state: Any, terms: Sequence[tuple[jax.Array, Any]]) -> None:
+    """Writes ``through state + sum of products`` over a state, transposed."""
+
+    def run(acc):
+        acc[...] = _loaded(state) * memory.other_vectors[INTO + CHUNK - 1]
+        for left, right in terms:
+            plgpu.wgmma(acc, left.astype(jnp.bfloat16), right)
+        state[...] = plgpu.wgmma_accumulator_load(acc).astype(jnp.bfloat16)
+        proxy_fence()
+
+    pl.run_scoped(run, accumulator(HEAD_DIM))
 
 
 def _query_gradient(scale: float, memory: _Memory, dq: Any, sums: Any) -> None:

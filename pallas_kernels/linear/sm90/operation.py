@@ -72,9 +72,7 @@ class Gradients(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gated_delta_rule(
-    inputs: Inputs, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
+def gated_delta_rule(inputs: Inputs, start: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token.
 
     Args:

@@ -28,7 +28,14 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     numbers,
     transposed,
 )
-from pallas_kernels.linear.sm90.pipeline import SLOTS, STAGES, WARPGROUPS, Result, produce
+from pallas_kernels.linear.sm90.pipeline import (
+    SLOTS,
+    STAGES,
+    WARPGROUPS,
+    Result,
+    for_each_pair,
+    produce,
+)
 from pallas_kernels.linear.sm90.prepare import P_LANES, X_LANES
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
@@ -81,8 +88,8 @@ class Place(NamedTuple):
         return pl.ds(lax.rem(self.part, i32(PARTS)) * CHUNK, CHUNK)
 
     def saved(self, chunk: Any) -> Any:
-        """The CTA's rows of a chunk's saved state."""
-        return pl.ds(chunk * HEAD_DIM + self.part * CHUNK, CHUNK)
+        """The CTA's rows of the saved state of a chunk's pair."""
+        return pl.ds(lax.div(chunk, i32(2)) * HEAD_DIM + self.part * CHUNK, CHUNK)
 
 
 class ScanInputs(NamedTuple):
@@ -161,6 +168,14 @@ class ScanMemory(NamedTuple):
         )
 
 
+def pairs_of(chunks: int) -> int:
+    """Number of pairs of chunks: a state is saved of each, before it, and a gradient, after it.
+
+    The other state of a pair is recomputed where it is needed, for half of the memory.
+    """
+    return -(-chunks // 2)
+
+
 def slots_of(name: str, buffer: Any) -> dict[str, Any]:
     """The buffer of a result, and its barriers, by the names of a memory's fields."""
     barrier = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
@@ -185,7 +200,7 @@ def scan_cta(
       place: the CTA's part.
       given: global memory.
       columns: o or U ``[B, T, N, 128]``, or None.
-      states: the states before all chunks, or None.
+      states: the states before all pairs of chunks, or None.
       last: the last state, transposed, or None.
       memory: shared memory.
     """
@@ -219,6 +234,8 @@ def scan_cta(
                 memory.states_written,
                 memory.states_free,
                 lambda step: states.at[b, h, place.saved(step)],
+                exists=lambda step: lax.rem(step, i32(2)) == 0,
+                ordinal=lambda step: lax.div(step, i32(2)),
             )
         )
     if mode is not Mode.LAST:
@@ -234,7 +251,10 @@ def scan_cta(
     def chain():
         state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(mode, scale, place, memory, results)
-        state = lax.fori_loop(i32(0), i32(chunks), step, state)
+        if mode is Mode.STATES:
+            state = for_each_pair(chunks, step, state)
+        else:
+            state = lax.fori_loop(i32(0), i32(chunks), step, state)
         if last is not None:
             last[b, h, place.columns] = state
 
@@ -245,12 +265,12 @@ def scan_cta(
 
 def _step(
     mode: Mode, scale: float, place: Place, memory: ScanMemory, results: list[Result]
-) -> Callable[[Any, jax.Array], jax.Array]:
-    """``step(index, state)``: the chain's work on a chunk."""
+) -> Callable[[Any, jax.Array, bool], jax.Array]:
+    """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
     outputs = mode is Mode.OUTPUT
     has_values = (place.part < PARTS).astype(jnp.float32)
 
-    def step(index, state):
+    def step(index, state, is_first_of_pair=False):
         stage = lax.rem(index, i32(STAGES))
         k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
         vectors = memory.vectors.at[stage]
@@ -266,7 +286,7 @@ def _step(
             if mode is Mode.LAST:
                 values = values * has_values
             into = along_columns(vectors, INTO)
-            if mode is Mode.STATES:
+            if mode is Mode.STATES and is_first_of_pair:
                 results[0].put(index, rounded)
             values, into = lax.optimization_barrier((values, into))
             read = plgpu.wgmma_accumulator_load(read_acc, wait_n=1 if outputs else 0)
@@ -316,16 +336,17 @@ def scan(
       given: its inputs. In the mode LAST the state may have more than 128 columns: those have no
         values.
       scale: of q k.
-      mode: OUTPUT for o and the last state; STATES for U and the states before all chunks; LAST
-        for the last state alone.
+      mode: OUTPUT for o and the last state; STATES for U and the states before all pairs of
+        chunks; LAST for the last state alone.
 
     Returns:
-      o or U ``[B, T, N, 128]``, states ``[B, N, chunks * 128 columns, 128]``, and the last state.
+      o or U ``[B, T, N, 128]``, states ``[B, N, pairs * 128 columns, 128]``, and the last state.
     """
     batch, heads, chunks, _ = given.vectors.shape
     groups, parts = heads // given.k.shape[2], given.start.shape[2] // CHUNK
     columns = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
-    states = jax.ShapeDtypeStruct((batch, heads, chunks * HEAD_DIM, HEAD_DIM), jnp.bfloat16)
+    saved = batch, heads, pairs_of(chunks) * HEAD_DIM, HEAD_DIM
+    states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
 
     def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
         place = Place.of(lax.axis_index("part"), parts, groups)

@@ -25,7 +25,14 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     numbers,
     transposed,
 )
-from pallas_kernels.linear.sm90.pipeline import SLOTS, STAGES, WARPGROUPS, Result, produce
+from pallas_kernels.linear.sm90.pipeline import (
+    SLOTS,
+    STAGES,
+    WARPGROUPS,
+    Result,
+    for_each_pair,
+    produce,
+)
 from pallas_kernels.linear.sm90.prepare import P_LANES, X_LANES
 from pallas_kernels.linear.sm90.scan import (
     PARTS,
@@ -34,6 +41,7 @@ from pallas_kernels.linear.sm90.scan import (
     Place,
     ScanInputs,
     ScanMemory,
+    pairs_of,
     scan_cta,
     slots_of,
 )
@@ -139,7 +147,7 @@ def reverse_cta(
       place: the CTA's part.
       given: global memory.
       dv: gradient of v ``[B, T, N, 128]``, or None.
-      states: gradients of the states after all chunks, or None.
+      states: gradients of the states after all pairs of chunks, or None.
       first: gradient of the first state, transposed.
       memory: shared memory.
     """
@@ -172,6 +180,9 @@ def reverse_cta(
                 memory.states_written,
                 memory.states_free,
                 lambda step: states.at[b, h, place.saved(chunk(step))],
+                # Of the last chunk of each pair; the last pair may have one.
+                exists=lambda step: (step == 0) | (lax.rem(chunk(step), i32(2)) == 1),
+                ordinal=lambda step: pairs_of(chunks) - 1 - lax.div(chunk(step), i32(2)),
             ),
             Result(
                 memory.columns,
@@ -184,7 +195,7 @@ def reverse_cta(
     def chain():
         state = plgpu.load(given.last.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(scale, memory, results)
-        first[b, h, place.columns] = lax.fori_loop(i32(0), i32(chunks), step, state)
+        first[b, h, place.columns] = for_each_pair(chunks, step, state, reverse=True)
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
@@ -193,10 +204,10 @@ def reverse_cta(
 
 def _step(
     scale: float, memory: ReverseMemory, results: list[Result]
-) -> Callable[[Any, jax.Array], jax.Array]:
-    """``step(index, state)``: the chain's work on a chunk."""
+) -> Callable[[Any, jax.Array, bool], jax.Array]:
+    """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
 
-    def step(index, state):
+    def step(index, state, is_first_of_pair):
         stage = lax.rem(index, i32(STAGES))
         q, k, do, x, p = (ref.at[stage] for ref in memory[:5])
         vectors = memory.vectors.at[stage]
@@ -211,7 +222,7 @@ def _step(
             rounded = state.astype(jnp.bfloat16)
             plgpu.wgmma(write_acc, rounded, transposed(k))
             # Computed while the products run.
-            if results:
+            if results and is_first_of_pair:
                 results[0].put(index, rounded)
             into, out = along_columns(vectors, INTO), along_columns(vectors, OUT)
             scaled = (do_columns.astype(jnp.float32) * (into * scale)).astype(jnp.bfloat16)
@@ -265,8 +276,8 @@ def states(
     """Both scans.
 
     Returns:
-      U, the states before all chunks, dV, the gradients of the states after all chunks, and that
-      of the first state.
+      U, the states before all pairs of chunks, dV, the gradients of the states after all pairs,
+      and that of the first state.
     """
     batch, heads, chunks, _ = given.vectors.shape
     groups, ctas = heads // given.k.shape[2], heads * PARTS
@@ -288,7 +299,8 @@ def states(
             scan_cta(Mode.STATES, scale, place, given, outputs.u, outputs.states, None, own)
 
     tokens = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
-    saved = jax.ShapeDtypeStruct((batch, heads, chunks * HEAD_DIM, HEAD_DIM), jnp.bfloat16)
+    saved = batch, heads, pairs_of(chunks) * HEAD_DIM, HEAD_DIM
+    saved = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
     first = jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32)
     return tuple(
         launch(
