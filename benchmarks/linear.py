@@ -130,12 +130,11 @@ def gradients_of(
 
 
 def _plain_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    wide = [x.astype(jnp.float32) for x in inputs[:5]]
+    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, start: Any) -> Any:
+        return xla.gated_delta_rule(q, k, v, log_decay, beta, start, SCALE, inputs.tokens)
 
-    def rule(*args: jax.Array) -> Any:
-        return xla.gated_delta_rule(*args, SCALE, inputs.tokens)
-
-    return gradients_of(rule, Inputs(*wide), start, do.astype(jnp.float32), last)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs._replace(tokens=None))
+    return gradients_of(rule, wide, start, do.astype(jnp.float32), last)
 
 
 def _kernel_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
@@ -156,10 +155,11 @@ def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> di
         return jnp.einsum("...ij,...jk->...ik", m, x, precision="highest")
 
     tokens = None if inputs.tokens is None else Tokens(*map(blocks, inputs.tokens))
-    given, do = Inputs(*map(blocks, inputs[:5]), tokens), blocks(do)
+    given = jax.tree.map(blocks, inputs._replace(tokens=None))._replace(tokens=tokens)
+    do = blocks(do)
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
-    prepared = operation.prepare(given, SCALE)
+    prepared = operation.prepare(given)
     m, u = operation.affine(given, prepared)
     starts = jnp.concatenate([start, product(m[:1], start) + u[:1]])
     o, ends = operation.forward(given, prepared, starts, SCALE)
@@ -233,17 +233,17 @@ def kernel_programs(case: Case) -> list[Program]:
         )
 
     return [
-        ("prepare", lambda i: operation.prepare(i, SCALE), lambda done: (inputs,)),
+        ("prepare", operation.prepare, lambda done: (inputs,)),
         (
             "scan",
-            lambda *a: operation.forward(*a, SCALE),
+            functools.partial(operation.forward, scale=SCALE),
             lambda done: (inputs, done["prepare"], start),
         ),
         ("affine map", operation.affine, lambda done: (inputs, done["prepare"])),
         ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
         (
             "first state's gradient",
-            lambda *a: operation.first_state_gradient(*a, SCALE),
+            functools.partial(operation.first_state_gradient, scale=SCALE),
             lambda done: (inputs, done["prepare"], do, last),
         ),
         ("gradients", lambda given: chunk_gradients.gradients(given, SCALE), gradient_inputs),

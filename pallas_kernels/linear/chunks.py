@@ -49,6 +49,16 @@ def joined(x: jax.Array) -> jax.Array:
     return x.transpose(0, 2, 3, 1).reshape(batch, chunks * CHUNK, heads)
 
 
+def cumulative_sum(x: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Of float32 ``[..., 64]``, along a chunk, by a product with ones.
+
+    XLA would fuse ``jnp.cumsum`` with what reads it, and sum 64 numbers for every element.
+    """
+    ones = jnp.ones((CHUNK, CHUNK), jnp.float32)
+    ones = jnp.tril(ones) if reverse else jnp.triu(ones)
+    return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
+
+
 def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None = None) -> jax.Array:
     """The vectors of every chunk and head, float32 ``[B, N, chunks, VECTORS * 64]``.
 
@@ -62,7 +72,7 @@ def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None =
     if tokens is not None:
         valid = tokens.valid[..., None]
         log_decay, beta = jnp.where(valid, log_decay, 0), jnp.where(valid, beta, 0)
-    total = jnp.cumsum(cut(log_decay), -1)
+    total = cumulative_sum(cut(log_decay))
     continues: Any = True
     is_last: Any = True
     start = jnp.zeros_like(total)

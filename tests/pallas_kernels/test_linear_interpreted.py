@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import interpreted
 import jax.numpy as jnp
 import linear_cases
@@ -13,7 +15,7 @@ from pallas_kernels.linear.sm90 import operation
 
 # [tokens, options]: an odd and an even number of chunks, more than stages; documents that begin
 # inside of chunks; padding; groups.
-CASES = {
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "3-chunks-documents": (192, {"heads": 1, "documents": 3}),
     "7-chunks": (448, {"heads": 1}),
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
@@ -35,7 +37,7 @@ def run(case):
     inputs = operation.Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
     with interpreted.interpreted():
-        prepared = operation.prepare(inputs, case.scale)
+        prepared = operation.prepare(inputs)
         results = operation.forward(inputs, prepared, start, case.scale)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
         m, u = operation.affine(inputs, prepared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -30,7 +31,8 @@ def test_inverse_of_a_chunk(kind):
     memory = np.concatenate([warpgroup_threads.swizzled(a), unwritten])
     threads = warpgroup_threads.Warpgroup(memory)
     places = np.zeros(128, np.int64), np.full(128, 8192, np.int64)
-    with mock.patch.multiple(inverse, **threads.modules()):
+    modules: dict[str, Any] = threads.modules()
+    with mock.patch.multiple(inverse, **modules):
         inverse._invert(None, *places)
     got = warpgroup_threads.unswizzled(memory[8192:], np.float16).astype(np.float64)
     want = np.linalg.inv(np.eye(64) + a.astype(np.float64))

@@ -19,8 +19,8 @@ def results(case, dtype=jnp.float32):
         tokens = Tokens(jnp.asarray(case.begins), jnp.asarray(case.valid))
     q, k, v, do = (jnp.asarray(x, dtype) for x in (case.q, case.k, case.v, case.do))
 
-    def rule(*args):
-        return xla.gated_delta_rule(*args, case.scale, tokens)
+    def rule(q, k, v, log_decay, beta, start):
+        return xla.gated_delta_rule(q, k, v, log_decay, beta, start, case.scale, tokens)
 
     out, vjp = jax.vjp(jax.jit(rule), q, k, v, *map(jnp.asarray, case[3:6]))
     gradients = vjp((do, jnp.asarray(case.dlast)))
@@ -59,9 +59,10 @@ def test_float32_is_as_exact_as_float64(seed):
 
 def test_float64():
     case, _ = drawn(3)
-    want = linear_cases.truth(case)
+    want, ids = linear_cases.truth(case), case.ids
     with jax.enable_x64(True):
-        case = linear_cases.Case(*(np.asarray(x, np.float64) for x in case[:8]), case.ids)
+        case = jax.tree.map(lambda x: np.asarray(x, np.float64), case._replace(ids=None))
+        case = case._replace(ids=ids)
         for name, got in results(case, jnp.float64).items():
             assert got.dtype == jnp.float64
             assert linear_cases.error(got, want[name]) < 1e-11, name

@@ -124,8 +124,8 @@ def truth(case: Case) -> dict[str, np.ndarray]:
         else:
             begins, valid = jnp.asarray(case.begins), jnp.asarray(case.valid)
 
-        def run(*args):
-            return _recurrence(*args, begins, valid, case.scale)
+        def run(q, k, v, log_decay, beta, start):
+            return _recurrence(q, k, v, log_decay, beta, start, begins, valid, case.scale)
 
         results, vjp = jax.vjp(run, *arrays[:6])
         gradients = vjp((arrays[6], arrays[7]))

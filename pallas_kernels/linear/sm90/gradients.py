@@ -6,9 +6,9 @@ With S the state before the chunk and dS the gradient of the one after it,
 ``write = out (U dS^T) + dP^T Q + E^T K`` and ``dK = read + write``. One warpgroup has dQ, the
 other dK. The gradients of decay and beta are row sums of products that exist anyway.
 
-S is saved before every pair of chunks, dS after it. The other of the two that a chunk needs is
-recomputed from the pair's other chunk, whose arrays its own CTA reads at about the same time, so
-that they come from the L2 cache.
+S is saved before every pair of chunks, dS after it. The two chunks of a pair are those of a
+thread-block cluster. The other of the two states that a chunk needs is recomputed from the pair's
+other chunk, so that most arrays are read by both CTAs: each copies half of them to both.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     numbers,
     transposed,
 )
+from pallas_kernels.linear.sm90.scan import pairs_of
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
-from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
+from pallas_kernels.mosaic.launch import CLUSTER_AXIS, WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
 
 # Row sums: q dq; k (read - write); k write of the later chunks' part; S dS in 64 parts; u dv.
@@ -79,52 +80,60 @@ class GradientResults(NamedTuple):
     sums: Any
 
 
+# Arrays of tokens in shared memory: those of both CTAs, and first of those of one.
+FIRST_K, FIRST_U, SECOND_K, SECOND_DV, SECOND_Q, SECOND_DO, OWN = range(7)
+
+
 class _Memory(NamedTuple):
     """Shared memory and barriers.
 
     Attributes:
-      q: ``[64, 128]``, as all arrays of tokens.
-      k: of the chunk.
-      do: of the chunk; later dq.
-      dv: of the chunk; later dk.
-      u: of the chunk.
+      tokens: ``[9, 64, 128]``.
       states: ``[128, 128]``.
       dstates: the same.
       vectors: of the chunk, up to START.
-      other_k: of the pair's other chunk.
-      other_columns: its dV, or its U.
-      other_q: of the pair's second chunk, if this is the first.
-      other_do: the same.
       other_vectors: INTO and OUT of the other chunk.
       dp: ``[64, 64]``.
       e: the same.
-      arrived: the chunk's arrays have been copied.
-      other_arrived: K, columns and vectors of the other chunk have.
-      second_arrived: Q and dO of the second chunk have.
+      tokens_arrived: both CTAs' arrays of tokens and the vectors have been copied.
+      own_arrived: of each array of one CTA.
+      states_arrived: both states have been.
       recomputed: each warpgroup has written its half of the recomputed state.
       dp_written: dP has been written.
     """
 
+    tokens: Any
+    states: Any
+    dstates: Any
+    vectors: Any
+    other_vectors: Any
+    dp: Any
+    e: Any
+    tokens_arrived: Any
+    own_arrived: Any
+    states_arrived: Any
+    recomputed: Any
+    dp_written: Any
+
+
+class _Chunk(NamedTuple):
+    """A CTA's chunk.
+
+    Attributes:
+      exists: False for the second chunk of a last pair that has one: its results are not written.
+      q: in shared memory, as the next ones.
+      k: of the chunk.
+      do: of the chunk; later dq.
+      dv: of the chunk; later dk.
+      u: of the chunk.
+    """
+
+    exists: Any
     q: Any
     k: Any
     do: Any
     dv: Any
     u: Any
-    states: Any
-    dstates: Any
-    vectors: Any
-    other_k: Any
-    other_columns: Any
-    other_q: Any
-    other_do: Any
-    other_vectors: Any
-    dp: Any
-    e: Any
-    arrived: Any
-    other_arrived: Any
-    second_arrived: Any
-    recomputed: Any
-    dp_written: Any
 
 
 def gradients(given: GradientInputs, scale: float) -> GradientResults:
@@ -133,66 +142,46 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
     groups = heads // given.k.shape[2]
 
     def kernel(given: GradientInputs, results: GradientResults, memory: _Memory) -> None:
-        n, h, b = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
-        key_head, warpgroup = lax.div(h, i32(groups)), lax.axis_index(WARPGROUP_AXIS)
-        is_second = lax.rem(n, i32(2)) == 1
-        is_first = ~is_second & (n + 1 < chunks)
+        pair, h, b = (lax.axis_index(name) for name in ("pair", "head", "batch"))
+        warpgroup, is_second = lax.axis_index(WARPGROUP_AXIS), lax.axis_index(CLUSTER_AXIS) == 1
+        first, second = 2 * pair, jnp.minimum(2 * pair + 1, chunks - 1)
+        has_second = second > first
+        n = jnp.where(is_second, second, first)
+        pl.when(warpgroup == 0)(lambda: _start_copies(given, memory, b, h, groups, first, second))
 
-        def start(barrier, *copies):
-            for source, target in copies:
-                plgpu.copy_gmem_to_smem(source, target, barrier)
+        def buffer(of_first, of_second):
+            return memory.tokens.at[jnp.where(is_second, i32(of_second), i32(of_first))]
 
-        def copies_of_other(n, columns):
-            tokens = pl.ds(n * CHUNK, CHUNK)
-            start(
-                memory.other_arrived,
-                (columns.at[b, tokens, h], memory.other_columns),
-                (given.k.at[b, tokens, key_head], memory.other_k),
-                (given.vectors.at[b, h, n, pl.ds(INTO, 2 * CHUNK)], memory.other_vectors),
-            )
+        chunk = _Chunk(
+            exists=~is_second | has_second,
+            q=buffer(OWN, SECOND_Q),
+            k=buffer(FIRST_K, SECOND_K),
+            do=buffer(OWN + 1, SECOND_DO),
+            dv=buffer(OWN + 2, SECOND_DV),
+            u=buffer(FIRST_U, OWN),
+        )
+        plgpu.barrier_wait(memory.tokens_arrived)
+        plgpu.barrier_wait(memory.own_arrived.at[0])
 
-        @pl.when(warpgroup == 0)
+        @pl.when(~is_second)
         def _():
-            tokens = pl.ds(n * CHUNK, CHUNK)
-            saved = pl.ds(lax.div(n, i32(2)) * HEAD_DIM, HEAD_DIM)
-            start(
-                memory.arrived,
-                (given.states.at[b, h, saved], memory.states),
-                (given.dstates.at[b, h, saved], memory.dstates),
-            )
-            pl.when(is_second)(lambda: copies_of_other(n - 1, given.u))
+            plgpu.barrier_wait(memory.own_arrived.at[1])
+            plgpu.barrier_wait(memory.own_arrived.at[2])
 
-            @pl.when(is_first)
-            def _():
-                copies_of_other(n + 1, given.dv)
-                tokens = pl.ds((n + 1) * CHUNK, CHUNK)
-                start(
-                    memory.second_arrived,
-                    (given.do.at[b, tokens, h], memory.other_do),
-                    (given.q.at[b, tokens, key_head], memory.other_q),
-                )
-
-            start(
-                memory.arrived,
-                (given.do.at[b, tokens, h], memory.do),
-                (given.u.at[b, tokens, h], memory.u),
-                (given.vectors.at[b, h, n, pl.ds(INTO, BETA)], memory.vectors),
-                (given.dv.at[b, tokens, h], memory.dv),
-                (given.k.at[b, tokens, key_head], memory.k),
-                (given.q.at[b, tokens, key_head], memory.q),
-            )
-
-        plgpu.barrier_wait(memory.arrived)
+        # Computed while the states arrive.
+        pl.when(warpgroup == 0)(lambda: _score_gradient(scale, memory, chunk))
+        pl.when(warpgroup == 1)(lambda: _key_products_gradient(memory, chunk))
+        plgpu.barrier_wait(memory.states_arrived)
         columns = pl.ds(warpgroup * CHUNK, CHUNK)
         pl.when(is_second)(lambda: _recompute_state(memory, columns))
-        pl.when(is_first)(lambda: _recompute_gradient(scale, memory, columns))
+        pl.when(~is_second & has_second)(lambda: _recompute_gradient(scale, memory, columns))
         plgpu.barrier_arrive(memory.recomputed)
         plgpu.barrier_wait(memory.recomputed)
         tokens = pl.ds(n * CHUNK, CHUNK)
         sums = results.sums.at[b, h, n]
         dq, dk = (ref.at[b, tokens, h] for ref in (results.dq, results.dk))
-        pl.when(warpgroup == 0)(lambda: _query_gradient(scale, memory, dq, sums))
-        pl.when(warpgroup == 1)(lambda: _key_gradient(memory, dk, sums))
+        pl.when(warpgroup == 0)(lambda: _query_gradient(scale, memory, chunk, dq, sums))
+        pl.when(warpgroup == 1)(lambda: _key_gradient(memory, chunk, dk, sums))
 
     by_token = jax.ShapeDtypeStruct(given.do.shape, jnp.bfloat16)
     sums = jax.ShapeDtypeStruct((batch, heads, chunks, SUMS, CHUNK), jnp.float32)
@@ -200,8 +189,9 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
         kernel,
         "gated_delta_rule_gradients",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"chunk": chunks, "head": heads, "batch": batch},
+        grid={"pair": pairs_of(chunks), "head": heads, "batch": batch},
         warpgroups=2,
+        cluster=2,
         inputs=given,
         results=GradientResults(by_token, by_token, sums),
         memory=_memory(),
@@ -210,46 +200,83 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
 
 def _memory() -> _Memory:
     """Descriptions."""
-    square, tokens = matrix(CHUNK, CHUNK), matrix(CHUNK, HEAD_DIM)
-    state = matrix(HEAD_DIM, HEAD_DIM)
+    square, state = matrix(CHUNK, CHUNK), matrix(HEAD_DIM, HEAD_DIM)
     return _Memory(
-        *[tokens] * 5,
+        tokens=matrix(OWN + 3, CHUNK, HEAD_DIM),
         states=state,
         dstates=state,
         vectors=numbers(BETA),
-        other_k=tokens,
-        other_columns=tokens,
-        other_q=tokens,
-        other_do=tokens,
         other_vectors=numbers(2 * CHUNK),
         dp=square,
         e=square,
-        arrived=plgpu.Barrier(num_arrivals=8),
-        other_arrived=plgpu.Barrier(num_arrivals=3),
-        second_arrived=plgpu.Barrier(num_arrivals=2),
+        tokens_arrived=plgpu.Barrier(num_arrivals=8),
+        own_arrived=plgpu.Barrier(num_arrivals=1, num_barriers=3),
+        states_arrived=plgpu.Barrier(num_arrivals=2),
         recomputed=plgpu.Barrier(num_arrivals=2),
         dp_written=plgpu.Barrier(num_arrivals=1),
     )
 
 
+def _start_copies(
+    given: GradientInputs, memory: _Memory, b: Any, h: Any, groups: int, first: Any, second: Any
+) -> None:
+    """Starts the copies of a CTA's inputs, and of its part of what both CTAs read."""
+    is_second, key_head = lax.axis_index(CLUSTER_AXIS) == 1, lax.div(h, i32(groups))
+    firsts, seconds = (pl.ds(n * CHUNK, CHUNK) for n in (first, second))
+
+    def copy(source, target, barrier, **options):
+        plgpu.copy_gmem_to_smem(source, target, barrier, **options)
+
+    def copy_to_both(source, target, barrier):
+        copy(source, target, barrier, collective_axes=CLUSTER_AXIS)
+
+    @pl.when(~is_second)
+    def _():
+        for i, source in enumerate((
+            given.q.at[b, firsts, key_head], given.do.at[b, firsts, h], given.dv.at[b, firsts, h]
+        )):  # fmt: skip
+            copy(source, memory.tokens.at[OWN + i], memory.own_arrived.at[i])
+
+    @pl.when(is_second)
+    def _():
+        copy(given.u.at[b, seconds, h], memory.tokens.at[OWN], memory.own_arrived.at[0])
+
+    for source, index in (
+        (given.u.at[b, firsts, h], FIRST_U),
+        (given.do.at[b, seconds, h], SECOND_DO),
+        (given.dv.at[b, seconds, h], SECOND_DV),
+        (given.k.at[b, firsts, key_head], FIRST_K),
+        (given.k.at[b, seconds, key_head], SECOND_K),
+        (given.q.at[b, seconds, key_head], SECOND_Q),
+    ):
+        copy_to_both(source, memory.tokens.at[index], memory.tokens_arrived)
+    own, other = (jnp.where(is_second, *x) for x in ((second, first), (first, second)))
+    vectors, others = pl.ds(INTO, BETA), pl.ds(INTO, 2 * CHUNK)
+    copy(given.vectors.at[b, h, own, vectors], memory.vectors, memory.tokens_arrived)
+    copy(given.vectors.at[b, h, other, others], memory.other_vectors, memory.tokens_arrived)
+    saved = pl.ds(lax.div(first, i32(2)) * HEAD_DIM, HEAD_DIM)
+    copy_to_both(given.states.at[b, h, saved], memory.states, memory.states_arrived)
+    copy_to_both(given.dstates.at[b, h, saved], memory.dstates, memory.states_arrived)
+
+
 def _recompute_state(memory: _Memory, columns: Any) -> None:
     """Replaces S before the first chunk by that before the second, 64 columns of it."""
-    plgpu.barrier_wait(memory.other_arrived)
-    u = plgpu.load(transposed(memory.other_columns.at[:, columns]), layout=TILE)
+    u = plgpu.load(transposed(memory.tokens.at[FIRST_U, :, columns]), layout=TILE)
     u = u.astype(jnp.float32) * along_columns(memory.other_vectors, OUT)
-    _replace(memory, memory.states.at[columns], [(u, memory.other_k)])
+    _replace(memory, memory.states.at[columns], [(u, memory.tokens.at[FIRST_K])])
 
 
 def _recompute_gradient(scale: float, memory: _Memory, columns: Any) -> None:
     """Replaces dS after the second chunk by that after the first, 64 columns of it."""
-    plgpu.barrier_wait(memory.other_arrived)
-    plgpu.barrier_wait(memory.second_arrived)
     into = along_columns(memory.other_vectors, INTO)
     dv, do = (
-        plgpu.load(transposed(ref.at[:, columns]), layout=TILE).astype(jnp.float32)
-        for ref in (memory.other_columns, memory.other_do)
+        plgpu.load(transposed(memory.tokens.at[i, :, columns]), layout=TILE).astype(jnp.float32)
+        for i in (SECOND_DV, SECOND_DO)
     )
-    terms = (dv * -into, memory.other_k), (do * (into * scale), memory.other_q)
+    terms = (
+        (dv * -into, memory.tokens.at[SECOND_K]),
+        (do * (into * scale), memory.tokens.at[SECOND_Q]),
+    )
     _replace(memory, memory.dstates.at[columns], terms)
 
 
@@ -266,40 +293,45 @@ def _replace(memory: _Memory, state: Any, terms: Sequence[tuple[jax.Array, Any]]
     pl.run_scoped(run, accumulator(HEAD_DIM))
 
 
-def _query_gradient(scale: float, memory: _Memory, dq: Any, sums: Any) -> None:
+def _score_gradient(scale: float, memory: _Memory, chunk: _Chunk) -> None:
+    """Writes dP."""
     decays = decay(memory.vectors) * scale
-    dp = (_product(memory.do, transposed(memory.u)) * decays).astype(jnp.bfloat16)
-    memory.dp[...] = dp
+    memory.dp[...] = (_product(chunk.do, transposed(chunk.u)) * decays).astype(jnp.bfloat16)
     proxy_fence()
     plgpu.barrier_arrive(memory.dp_written)
-    y = _product(memory.do, memory.states) * (along_rows(memory.vectors, INTO, HEAD_DIM) * scale)
-    y = _product(dp, memory.k, y)
-    sums[QUERIES] = _row_sums(y * _loaded(memory.q))
-    _send(y, memory.do, dq)
-    total = jnp.zeros((), jnp.float32)
-    for half in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
-        total += _row_sums(_loaded(memory.states.at[half]) * _loaded(memory.dstates.at[half]))
-    sums[STATES] = total
-    plgpu.wait_smem_to_gmem(0)
 
 
-def _key_gradient(memory: _Memory, dk: Any, sums: Any) -> None:
+def _key_products_gradient(memory: _Memory, chunk: _Chunk) -> None:
+    """Writes E."""
     decays = decay(memory.vectors, strict=True)
-    e = (_product(memory.dv, transposed(memory.u)) * -decays).astype(jnp.bfloat16)
-    memory.e[...] = e
+    memory.e[...] = (_product(chunk.dv, transposed(chunk.u)) * -decays).astype(jnp.bfloat16)
     proxy_fence()
     warpgroup_barrier()
-    read = _product(memory.dv, memory.states) * -along_rows(memory.vectors, INTO, HEAD_DIM)
-    read = _product(e, memory.k, read)
-    write = _product(memory.u, memory.dstates) * along_rows(memory.vectors, OUT, HEAD_DIM)
-    sums[LATER_KEYS] = _row_sums(write * _loaded(memory.k))
-    write = _product(transposed(memory.e), memory.k, write)
+
+
+def _query_gradient(scale: float, memory: _Memory, chunk: _Chunk, dq: Any, sums: Any) -> None:
+    y = _product(chunk.do, memory.states) * (along_rows(memory.vectors, INTO, HEAD_DIM) * scale)
     plgpu.barrier_wait(memory.dp_written)
-    write = _product(transposed(memory.dp), memory.q, write)
-    sums[KEYS] = _row_sums((read - write) * _loaded(memory.k))
-    sums[UPDATES] = _row_sums(_loaded(memory.dv) * _loaded(memory.u))
-    _send(read + write, memory.dv, dk)
-    plgpu.wait_smem_to_gmem(0)
+    y = _product(memory.dp, chunk.k, y)
+    queries = _row_sums(y * _loaded(chunk.q))
+    states = jnp.zeros((), jnp.float32)
+    for half in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
+        states += _row_sums(_loaded(memory.states.at[half]) * _loaded(memory.dstates.at[half]))
+    _send(chunk, y, chunk.do, dq, sums, {QUERIES: queries, STATES: states})
+
+
+def _key_gradient(memory: _Memory, chunk: _Chunk, dk: Any, sums: Any) -> None:
+    read = _product(chunk.dv, memory.states) * -along_rows(memory.vectors, INTO, HEAD_DIM)
+    read = _product(memory.e, chunk.k, read)
+    write = _product(chunk.u, memory.dstates) * along_rows(memory.vectors, OUT, HEAD_DIM)
+    later = _row_sums(write * _loaded(chunk.k))
+    write = _product(transposed(memory.e), chunk.k, write)
+    plgpu.barrier_wait(memory.dp_written)
+    write = _product(transposed(memory.dp), chunk.q, write)
+    keys = _row_sums((read - write) * _loaded(chunk.k))
+    updates = _row_sums(_loaded(chunk.dv) * _loaded(chunk.u))
+    rows = {LATER_KEYS: later, KEYS: keys, UPDATES: updates}
+    _send(chunk, read + write, chunk.dv, dk, sums, rows)
 
 
 def _product(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
@@ -322,10 +354,19 @@ def _row_sums(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=1)
 
 
-def _send(x: jax.Array, buffer: Any, target: Any) -> None:
-    """Starts the copy of a rounded result, through memory that this warpgroup alone has read."""
+def _send(
+    chunk: _Chunk, x: jax.Array, buffer: Any, target: Any, sums: Any, rows: dict[int, jax.Array]
+) -> None:
+    """Writes a result, rounded, through memory that this warpgroup alone has read, and sums."""
     warpgroup_barrier()
     buffer[...] = x.astype(jnp.bfloat16)
     proxy_fence()
     warpgroup_barrier()
-    plgpu.copy_smem_to_gmem(buffer, target)
+
+    @pl.when(chunk.exists)
+    def _():
+        plgpu.copy_smem_to_gmem(buffer, target)
+        for index, row in rows.items():
+            sums[index] = row
+
+    plgpu.wait_smem_to_gmem(0)

@@ -18,11 +18,12 @@ from pallas_kernels.linear.chunks import (
     INTO,
     Tokens,
     chunk_vectors,
+    cumulative_sum,
     cut,
     joined,
 )
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
-from pallas_kernels.linear.sm90 import prepare as chunk_matrices
+from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.gradients import GradientInputs
 from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
@@ -53,11 +54,11 @@ class Prepared(NamedTuple):
 
     Attributes:
       vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
-      matrices: X beta and P, bfloat16 ``[B, N, T, 128]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
     """
 
     vectors: jax.Array
-    matrices: jax.Array
+    x: jax.Array
 
 
 class Gradients(NamedTuple):
@@ -80,11 +81,11 @@ def gated_delta_rule(inputs: Inputs, start: jax.Array, scale: float) -> tuple[ja
       start: state before the first token.
       scale: of q k.
     """
-    return forward(inputs, prepare(inputs, scale), start, scale)
+    return forward(inputs, prepare(inputs), start, scale)
 
 
 def _forward_rule(inputs: Inputs, start: jax.Array, scale: float) -> Any:
-    prepared = prepare(inputs, scale)
+    prepared = prepare(inputs)
     return forward(inputs, prepared, start, scale), (inputs, prepared, start)
 
 
@@ -104,10 +105,10 @@ def _backward_rule(scale: float, residuals: Any, cotangents: Any) -> Any:
 gated_delta_rule.defvjp(_forward_rule, _backward_rule)
 
 
-def prepare(inputs: Inputs, scale: float) -> Prepared:
-    """The vectors and matrices of all chunks."""
+def prepare(inputs: Inputs) -> Prepared:
+    """The vectors and inverses of all chunks."""
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    return Prepared(vectors, chunk_matrices.prepare(inputs.q, inputs.k, vectors, scale))
+    return Prepared(vectors, inverses.inverses(inputs.k, vectors))
 
 
 def forward(
@@ -115,7 +116,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token."""
     given = ScanInputs(
-        inputs.q, inputs.k, inputs.v, prepared.matrices, prepared.vectors, _transposed(start)
+        inputs.q, inputs.k, inputs.v, prepared.x, prepared.vectors, _transposed(start)
     )
     o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
@@ -131,7 +132,7 @@ def affine(inputs: Inputs, prepared: Prepared) -> tuple[jax.Array, jax.Array]:
         [jnp.zeros((HEAD_DIM, HEAD_DIM), jnp.float32), jnp.eye(HEAD_DIM, dtype=jnp.float32)]
     )
     start = jnp.broadcast_to(start, (batch, heads, *start.shape))
-    given = ScanInputs(None, inputs.k, inputs.v, prepared.matrices, prepared.vectors, start)
+    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return _transposed(last[:, :, HEAD_DIM:]), _transposed(last[:, :, :HEAD_DIM])
 
@@ -183,7 +184,7 @@ def backward_inputs(
 ) -> tuple[ScanInputs, ReverseInputs]:
     """What the backward pass's two scans read; arguments as of :func:`backward`."""
     start = _transposed(start)
-    given = ScanInputs(None, inputs.k, inputs.v, prepared.matrices, prepared.vectors, start)
+    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
     return given, _reverse_inputs(inputs, prepared, do, last)
 
 
@@ -197,7 +198,7 @@ def _gate_gradients(
     of_end += through * by_sum[chunk_gradients.STATES].sum(-1)
     total = by_sum[chunk_gradients.QUERIES] + by_sum[chunk_gradients.KEYS]
     total = total.at[..., -1].add(of_end)
-    log_decay = jnp.flip(jnp.cumsum(jnp.flip(total, -1), -1), -1)
+    log_decay = cumulative_sum(total, reverse=True)
     beta = prepared.vectors[..., BETA : BETA + CHUNK]
     updates = by_sum[chunk_gradients.UPDATES]
     if inputs.tokens is None:
@@ -212,9 +213,7 @@ def _gate_gradients(
 def _reverse_inputs(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
 ) -> ReverseInputs:
-    return ReverseInputs(
-        inputs.q, inputs.k, do, prepared.matrices, prepared.vectors, _transposed(last)
-    )
+    return ReverseInputs(inputs.q, inputs.k, do, prepared.x, prepared.vectors, _transposed(last))
 
 
 def _transposed(state: jax.Array) -> jax.Array:

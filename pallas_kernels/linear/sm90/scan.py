@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_columns,
@@ -29,22 +29,27 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     transposed,
 )
 from pallas_kernels.linear.sm90.pipeline import (
+    CLUSTER,
     SLOTS,
     STAGES,
     WARPGROUPS,
     Result,
+    Scores,
+    copy_to_cluster,
+    cta_index,
     for_each_pair,
+    free_stage,
     produce,
+    stages_barrier,
 )
-from pallas_kernels.linear.sm90.prepare import P_LANES, X_LANES
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
 
 # CTAs per head.
 PARTS = HEAD_DIM // CHUNK
-# Vectors that scans read: INTO and OUT.
-SCANNED = 2 * CHUNK
+# Vectors that scans read: INTO to START.
+SCANNED = BETA
 
 
 class Mode(enum.Enum):
@@ -71,8 +76,9 @@ class Place(NamedTuple):
     part: Any
 
     @classmethod
-    def of(cls, index: Any, parts: int, groups: int) -> Place:
-        """Of the CTA ``index`` of a batch index."""
+    def of(cls, cluster: Any, parts: int, groups: int) -> Place:
+        """Of a CTA of the cluster with this index, of a batch index's."""
+        index = cta_index(cluster)
         head = lax.div(index, i32(parts))
         part = lax.rem(index, i32(parts))
         return cls(lax.axis_index("batch"), head, lax.div(head, i32(groups)), part)
@@ -99,7 +105,7 @@ class ScanInputs(NamedTuple):
       q: bfloat16 ``[B, T, K, 128]``; None unless outputs are computed.
       k: bfloat16 ``[B, T, K, 128]``.
       v: bfloat16 ``[B, T, N, 128]``.
-      matrices: X beta and P, bfloat16 ``[B, N, T, 128]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
       vectors: of the chunks.
       start: first state, transposed, float32 ``[B, N, columns, 128]``.
     """
@@ -107,7 +113,7 @@ class ScanInputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    matrices: Any
+    x: Any
     vectors: Any
     start: Any
 
@@ -120,10 +126,11 @@ class ScanMemory(NamedTuple):
       k: the same.
       v: ``[STAGES, 64, 64]``.
       x: the same.
-      p: the same.
-      vectors: ``[STAGES, 128]``.
+      vectors: ``[STAGES, 256]``.
       arrived: by stage.
       free: by stage.
+      p: ``[STAGES, 64, 64]``.
+      p_written: by stage.
       columns: ``[SLOTS, 64 tokens, 64 columns]``: o or U.
       columns_written: by slot.
       columns_free: by slot.
@@ -136,10 +143,11 @@ class ScanMemory(NamedTuple):
     k: Any
     v: Any
     x: Any
-    p: Any
     vectors: Any
     arrived: Any
     free: Any
+    p: Any = None
+    p_written: Any = None
     columns: Any = None
     columns_written: Any = None
     columns_free: Any = None
@@ -151,6 +159,8 @@ class ScanMemory(NamedTuple):
     def of(cls, mode: Mode) -> ScanMemory:
         """Descriptions."""
         outputs, slots = mode is Mode.OUTPUT, {}
+        if outputs:
+            slots |= scores_of()
         if mode is not Mode.LAST:
             slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
         if mode is Mode.STATES:
@@ -160,10 +170,9 @@ class ScanMemory(NamedTuple):
             k=matrix(STAGES, CHUNK, HEAD_DIM),
             v=matrix(STAGES, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
-            p=matrix(STAGES, CHUNK, CHUNK) if outputs else None,
             vectors=numbers(STAGES, SCANNED),
-            arrived=plgpu.Barrier(num_arrivals=6 if outputs else 4, num_barriers=STAGES),
-            free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            arrived=plgpu.Barrier(num_arrivals=5 if outputs else 4, num_barriers=STAGES),
+            free=stages_barrier(),
             **slots,
         )
 
@@ -180,6 +189,12 @@ def slots_of(name: str, buffer: Any) -> dict[str, Any]:
     """The buffer of a result, and its barriers, by the names of a memory's fields."""
     barrier = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
     return {name: buffer, f"{name}_written": barrier, f"{name}_free": barrier}
+
+
+def scores_of() -> dict[str, Any]:
+    """The same of P."""
+    written = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
+    return {"p": matrix(STAGES, CHUNK, CHUNK), "p_written": written}
 
 
 def scan_cta(
@@ -212,21 +227,21 @@ def scan_cta(
 
     def start(step, stage):
         at = tokens(step)
-        pairs = [
-            (given.k.at[b, at, key_head], memory.k),
-            (given.vectors.at[b, h, step, pl.ds(INTO, SCANNED)], memory.vectors),
-            (given.v.at[b, at, h, place.values], memory.v),
-            (given.matrices.at[b, h, at, X_LANES], memory.x),
-        ]
+        arrived = memory.arrived.at[stage]
+        vectors = given.vectors.at[b, h, step, pl.ds(INTO, SCANNED)]
+        copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
+        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         if mode is Mode.OUTPUT:
-            pairs += [
-                (given.q.at[b, at, key_head], memory.q),
-                (given.matrices.at[b, h, at, P_LANES], memory.p),
-            ]
-        for source, target in pairs:
-            plgpu.copy_gmem_to_smem(source, target.at[stage], memory.arrived.at[stage])
+            copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
+        values = given.v.at[b, at, h, place.values]
+        plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
 
-    results = []
+    results, scores = [], None
+    if mode is Mode.OUTPUT:
+        scores = Scores(
+            memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
+        )
     if mode is Mode.STATES:
         results.append(
             Result(
@@ -250,7 +265,7 @@ def scan_cta(
 
     def chain():
         state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
-        step = _step(mode, scale, place, memory, results)
+        step = _step(mode, scale, place, memory, results, scores)
         if mode is Mode.STATES:
             state = for_each_pair(chunks, step, state)
         else:
@@ -260,11 +275,16 @@ def scan_cta(
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
-    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results))
+    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results, scores))
 
 
 def _step(
-    mode: Mode, scale: float, place: Place, memory: ScanMemory, results: list[Result]
+    mode: Mode,
+    scale: float,
+    place: Place,
+    memory: ScanMemory,
+    results: list[Result],
+    scores: Scores | None,
 ) -> Callable[[Any, jax.Array, bool], jax.Array]:
     """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
     outputs = mode is Mode.OUTPUT
@@ -277,7 +297,7 @@ def _step(
         plgpu.barrier_wait(memory.arrived.at[stage])
         rounded = state.astype(jnp.bfloat16)
 
-        def products(read_acc, u_acc, state_acc, o_acc=None):
+        def products(read_acc: Any, u_acc: Any, state_acc: Any, o_acc: Any = None) -> jax.Array:
             plgpu.wgmma(read_acc, rounded, transposed(k))
             if outputs:
                 plgpu.wgmma(o_acc, rounded, transposed(memory.q.at[stage]))
@@ -300,17 +320,18 @@ def _step(
             u = plgpu.wgmma_accumulator_load(u_acc)
             plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k)
             u = u.astype(jnp.bfloat16)
-            if outputs:
-                plgpu.wgmma(o_acc, u, transposed(memory.p.at[stage]))
+            if scores is not None:
+                plgpu.wgmma(o_acc, u, transposed(scores.wait(stage)))
             elif mode is Mode.STATES:
                 results[-1].put(index, u, transpose=True)
             proxy_fence()
             new = plgpu.wgmma_accumulator_load(state_acc, wait_n=1 if outputs else 0)
-            if outputs:
-                o = plgpu.wgmma_accumulator_load(o_acc)
-            plgpu.barrier_arrive(memory.free.at[stage])
-            if outputs:
-                results[0].put(index, o.astype(jnp.bfloat16), transpose=True)
+            if not outputs:
+                free_stage(memory.free.at[stage])
+                return new
+            o = plgpu.wgmma_accumulator_load(o_acc)
+            free_stage(memory.free.at[stage])
+            results[0].put(index, o.astype(jnp.bfloat16), transpose=True)
             return new
 
         accumulators = [accumulator(), accumulator(), accumulator(HEAD_DIM)]
@@ -349,15 +370,16 @@ def scan(
     states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
 
     def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
-        place = Place.of(lax.axis_index("part"), parts, groups)
+        place = Place.of(lax.axis_index("group"), parts, groups)
         scan_cta(mode, scale, place, given, *outputs, memory)
 
     results = launch(
         kernel,
         f"gated_delta_rule_{mode.value}",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"part": heads * parts, "batch": batch},
+        grid={"group": heads * parts // CLUSTER, "batch": batch},
         warpgroups=WARPGROUPS,
+        cluster=CLUSTER,
         inputs=given,
         results=_Outputs(
             columns=None if mode is Mode.LAST else columns,

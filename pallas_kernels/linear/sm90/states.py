@@ -26,14 +26,18 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     transposed,
 )
 from pallas_kernels.linear.sm90.pipeline import (
+    CLUSTER,
     SLOTS,
     STAGES,
     WARPGROUPS,
     Result,
+    Scores,
+    copy_to_cluster,
     for_each_pair,
+    free_stage,
     produce,
+    stages_barrier,
 )
-from pallas_kernels.linear.sm90.prepare import P_LANES, X_LANES
 from pallas_kernels.linear.sm90.scan import (
     PARTS,
     SCANNED,
@@ -43,6 +47,7 @@ from pallas_kernels.linear.sm90.scan import (
     ScanMemory,
     pairs_of,
     scan_cta,
+    scores_of,
     slots_of,
 )
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
@@ -57,7 +62,7 @@ class ReverseInputs(NamedTuple):
       q: bfloat16 ``[B, T, K, 128]``.
       k: the same.
       do: gradient of o, bfloat16 ``[B, T, N, 128]``.
-      matrices: X beta and P, bfloat16 ``[B, N, T, 128]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
       vectors: of the chunks.
       last: gradient of the last state, transposed, float32 ``[B, N, 128, 128]``.
     """
@@ -65,7 +70,7 @@ class ReverseInputs(NamedTuple):
     q: Any
     k: Any
     do: Any
-    matrices: Any
+    x: Any
     vectors: Any
     last: Any
 
@@ -78,10 +83,11 @@ class ReverseMemory(NamedTuple):
       k: the same.
       do: ``[STAGES, 64, 64]``.
       x: the same.
-      p: the same.
-      vectors: ``[STAGES, 128]``.
+      vectors: ``[STAGES, 256]``.
       arrived: by stage.
       free: by stage.
+      p: ``[STAGES, 64, 64]``.
+      p_written: by stage.
       columns: ``[SLOTS, 64 tokens, 64 columns]``: dV.
       columns_written: by slot.
       columns_free: by slot.
@@ -94,10 +100,11 @@ class ReverseMemory(NamedTuple):
     k: Any
     do: Any
     x: Any
-    p: Any
     vectors: Any
     arrived: Any
     free: Any
+    p: Any
+    p_written: Any
     columns: Any = None
     columns_written: Any = None
     columns_free: Any = None
@@ -117,17 +124,17 @@ class ReverseMemory(NamedTuple):
             k=matrix(STAGES, CHUNK, HEAD_DIM),
             do=matrix(STAGES, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
-            p=matrix(STAGES, CHUNK, CHUNK),
             vectors=numbers(STAGES, SCANNED),
-            arrived=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
-            free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            arrived=plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
+            free=stages_barrier(),
+            **scores_of(),
             **slots,
         )
 
     def for_scan(self, arrived: Any) -> ScanMemory:
         """The same memory for a scan that saves states, with its own barriers of arrival."""
         return ScanMemory(
-            None, self.k, self.do, self.x, None, self.vectors, arrived, self.free, *self[8:]
+            None, self.k, self.do, self.x, self.vectors, arrived, self.free, None, None, *self[9:]
         )
 
 
@@ -162,16 +169,18 @@ def reverse_cta(
 
     def start(step, stage):
         at = tokens(step)
-        for source, target in (
-            (given.do.at[b, at, h, place.values], memory.do),
-            (given.matrices.at[b, h, at, P_LANES], memory.p),
-            (given.k.at[b, at, key_head], memory.k),
-            (given.vectors.at[b, h, chunk(step), pl.ds(INTO, SCANNED)], memory.vectors),
-            (given.q.at[b, at, key_head], memory.q),
-            (given.matrices.at[b, h, at, X_LANES], memory.x),
-        ):
-            plgpu.copy_gmem_to_smem(source, target.at[stage], memory.arrived.at[stage])
+        arrived = memory.arrived.at[stage]
+        vectors = given.vectors.at[b, h, chunk(step), pl.ds(INTO, SCANNED)]
+        copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
+        copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
+        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
+        do = given.do.at[b, at, h, place.values]
+        plgpu.copy_gmem_to_smem(do, memory.do.at[stage], arrived)
+        copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
 
+    scores = Scores(
+        memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
+    )
     results = []
     if dv is not None:
         results = [
@@ -194,22 +203,22 @@ def reverse_cta(
 
     def chain():
         state = plgpu.load(given.last.at[b, h, place.columns], layout=TILE, optimized=False)
-        step = _step(scale, memory, results)
+        step = _step(scale, memory, results, scores)
         first[b, h, place.columns] = for_each_pair(chunks, step, state, reverse=True)
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
-    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results))
+    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results, scores))
 
 
 def _step(
-    scale: float, memory: ReverseMemory, results: list[Result]
+    scale: float, memory: ReverseMemory, results: list[Result], scores: Scores
 ) -> Callable[[Any, jax.Array, bool], jax.Array]:
     """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
 
     def step(index, state, is_first_of_pair):
         stage = lax.rem(index, i32(STAGES))
-        q, k, do, x, p = (ref.at[stage] for ref in memory[:5])
+        q, k, do, x = (ref.at[stage] for ref in memory[:4])
         vectors = memory.vectors.at[stage]
         plgpu.barrier_wait(memory.arrived.at[stage])
         # Nothing is running. ptxas does not see it across the loop's end: it would wait for the
@@ -218,7 +227,7 @@ def _step(
 
         def products(p_acc, write_acc, dv_acc, state_acc):
             do_columns = plgpu.load(transposed(do), layout=TILE)
-            plgpu.wgmma(p_acc, do_columns, p)
+            plgpu.wgmma(p_acc, do_columns, scores.wait(stage))
             rounded = state.astype(jnp.bfloat16)
             plgpu.wgmma(write_acc, rounded, transposed(k))
             # Computed while the products run.
@@ -239,7 +248,7 @@ def _step(
                 results[1].put(index, dv.astype(jnp.bfloat16), transpose=True)
             proxy_fence()
             new = plgpu.wgmma_accumulator_load(state_acc)
-            plgpu.barrier_arrive(memory.free.at[stage])
+            free_stage(memory.free.at[stage])
             return new
 
         square = accumulator()
@@ -280,21 +289,21 @@ def states(
       and that of the first state.
     """
     batch, heads, chunks, _ = given.vectors.shape
-    groups, ctas = heads // given.k.shape[2], heads * PARTS
+    groups, clusters = heads // given.k.shape[2], heads * PARTS // CLUSTER
 
     def kernel(inputs, outputs: _Outputs, memory: _Memory) -> None:
         given, gradients = inputs
-        cta = lax.axis_index("part")
+        cluster = lax.axis_index("group")
 
         # The longer scan's CTAs come first.
-        @pl.when(cta < ctas)
+        @pl.when(cluster < clusters)
         def _():
-            place = Place.of(cta, PARTS, groups)
+            place = Place.of(cluster, PARTS, groups)
             reverse_cta(scale, place, gradients, *outputs[2:], memory.reverse)
 
-        @pl.when(cta >= ctas)
+        @pl.when(cluster >= clusters)
         def _():
-            place = Place.of(cta - ctas, PARTS, groups)
+            place = Place.of(cluster - clusters, PARTS, groups)
             own = memory.reverse.for_scan(memory.arrived)
             scan_cta(Mode.STATES, scale, place, given, outputs.u, outputs.states, None, own)
 
@@ -307,8 +316,9 @@ def states(
             kernel,
             "gated_delta_rule_states",
             semantics=plgpu.LoweringSemantics.Lane,
-            grid={"part": 2 * ctas, "batch": batch},
+            grid={"group": 2 * clusters, "batch": batch},
             warpgroups=WARPGROUPS,
+            cluster=CLUSTER,
             inputs=(given, gradients),
             results=_Outputs(tokens, saved, tokens, saved, first),
             memory=_Memory(
@@ -325,16 +335,18 @@ def first_gradient(gradients: ReverseInputs, scale: float) -> jax.Array:
     groups = heads // gradients.k.shape[2]
 
     def kernel(gradients: ReverseInputs, first: Any, memory: ReverseMemory) -> None:
-        place = Place.of(lax.axis_index("part"), PARTS, groups)
+        place = Place.of(lax.axis_index("group"), PARTS, groups)
         reverse_cta(scale, place, gradients, None, None, first, memory)
 
+    first: Any = jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32)
     return launch(
         kernel,
         "gated_delta_rule_first_gradient",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"part": heads * PARTS, "batch": batch},
+        grid={"group": heads * PARTS // CLUSTER, "batch": batch},
         warpgroups=WARPGROUPS,
+        cluster=CLUSTER,
         inputs=gradients,
-        results=jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32),
+        results=first,
         memory=ReverseMemory.of(stores=False),
     )
