@@ -28,6 +28,8 @@ LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
 SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
+LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k edges"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
@@ -400,6 +402,21 @@ MUTANTS = [
     ("burst_jax/plan/training_search.py", "self.mesh.seq > 1 and self.mesh.layout == \"contiguous\"", "False",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
+    # --- pallas_kernels/linear
+    ("pallas_kernels/linear/xla.py", "jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)",
+     "jnp.exp(total[..., -1:] - total)", LINEAR_XLA),
+    ("pallas_kernels/linear/xla.py", "begins[..., None].astype(jnp.int32)), -1)",
+     "begins[..., None].astype(jnp.int32)), -1).clip(max=1)", LINEAR_XLA),
+    ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
+     "tests/pallas_kernels/test_linear_inverse.py"),
+    ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/operation.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py",
+     "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
+     "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
+     "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
     # --- benchmarks and examples
     ("benchmarks/kernels.py", "size * reach - reach * (reach - 1) / 2", "size * reach - reach * (reach + 1) / 2",
      "tests/benchmarks/test_kernels_benchmark.py"),

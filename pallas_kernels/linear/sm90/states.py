@@ -227,9 +227,9 @@ def _step(
 
         def products(p_acc, write_acc, dv_acc, state_acc):
             do_columns = plgpu.load(transposed(do), layout=TILE)
-            plgpu.wgmma(p_acc, do_columns, scores.wait(stage))
             rounded = state.astype(jnp.bfloat16)
             plgpu.wgmma(write_acc, rounded, transposed(k))
+            plgpu.wgmma(p_acc, do_columns, scores.wait(stage))
             # Computed while the products run.
             if results and is_first_of_pair:
                 results[0].put(index, rounded)
