@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
@@ -14,41 +16,29 @@ pytestmark = pytest.mark.cuda_compiler
 LENGTH, HEADS, KEY_HEADS = 448, 4, 2
 
 
-def forward_and_backward(inputs, start, do, last):
-    """All kernels of one device."""
-
-    def rule(inputs, start):
-        return operation.gated_delta_rule(inputs, start, 0.1)
-
-    results, vjp = jax.vjp(rule, inputs, start)
-    return results, vjp((do, last))
+KERNELS = "inverses", "output", "last", "states", "first_gradient", "gradients"
 
 
-def of_a_shard(inputs, start, do, last):
-    """The kernels that find a shard's map of states."""
-    del start
-    prepared = operation.prepare(inputs)
-    return operation.affine(inputs, prepared), operation.first_state_gradient(
-        inputs, prepared, do, last, 0.1
+def every_kernel(inputs, start, do, last):
+    """What a device runs forward and backward, alone or with a shard of a sequence."""
+    prepared, scale = operation.prepare(inputs), 0.1
+    return (
+        operation.forward(inputs, prepared, start, scale),
+        operation.affine(inputs, prepared),
+        operation.first_state_gradient(inputs, prepared, do, last, scale),
+        operation.backward(inputs, prepared, start, do, last, scale),
     )
 
 
 @pytest.mark.parametrize(
-    ("program", "kernels"),
-    [
-        (forward_and_backward, {"inverses", "output", "states", "gradients"}),
-        (of_a_shard, {"inverses", "last", "first_gradient"}),
-    ],
-)
-@pytest.mark.parametrize(
     "jax_is", [pytest.param("oldest", marks=pytest.mark.hopper_kernels), "newest"]
 )
-def test_kernels_fit_in_the_registers(monkeypatch, capfd, program, kernels, jax_is):
+def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     """Two warpgroups have 255 registers each, with any JAX."""
     del jax_is
     mesh = compiled.gpu_mesh("h100", 1)
 
-    def array(*shape, dtype=jnp.bfloat16):
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         sharding = jax.NamedSharding(mesh, jax.P())
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
 
@@ -58,8 +48,8 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, program, kernels, jax_
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
     given = operation.Inputs(keys, keys, values, gates, gates)
-    compiled.compile_for(program, given, state, values, state)
+    compiled.compile_for(every_kernel, given, state, values, state)
     seen = compiled.ptxas("".join(capfd.readouterr()))
-    assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
+    assert seen.kernels == {f"gated_delta_rule_{name}" for name in KERNELS}
     assert (seen.stack, seen.spills) == (0, 0)
     assert not seen.serialized

@@ -204,7 +204,11 @@ def reverse_cta(
     def chain():
         state = plgpu.load(given.last.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(scale, memory, results, scores)
-        first[b, h, place.columns] = for_each_pair(chunks, step, state, reverse=True)
+        if results:
+            state = for_each_pair(chunks, step, state, reverse=True)
+        else:
+            state = lax.fori_loop(i32(0), i32(chunks), step, state)
+        first[b, h, place.columns] = state
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
@@ -216,7 +220,7 @@ def _step(
 ) -> Callable[[Any, jax.Array, bool], jax.Array]:
     """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
 
-    def step(index, state, is_first_of_pair):
+    def step(index, state, is_first_of_pair=False):
         stage = lax.rem(index, i32(STAGES))
         q, k, do, x = (ref.at[stage] for ref in memory[:4])
         vectors = memory.vectors.at[stage]
