@@ -10,7 +10,8 @@ from burst_jax.command_line import Parser, Unusable
 # Modules of this package, in the order of ``--help``.
 BENCHMARKS = (
     *("kernels", "ring", "packed", "train", "loss", "serve"),
-    *("decode", "decode_step", "ampere", "flash", "versions", "modifiers", "plan", "plot"),
+    *("decode", "decode_step", "ampere", "flash", "versions", "modifiers"),
+    *("linear", "plan", "plot"),
 )
 
 

@@ -35,6 +35,7 @@ EXITS = {
             "ampere",
             "flash",
             "modifiers",
+            "linear",
         )
     },
     "train --weights exchanged": "--weights exchanged needs a --shape with experts: qwen3-30b-a3b",

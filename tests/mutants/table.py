@@ -38,6 +38,8 @@ SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
 OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
+LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k edges"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
@@ -609,6 +611,21 @@ MUTANTS = [
     ("pallas_kernels/choice.py", "        skip_file_prefixes=_LIBRARIES,\n", "",
      "tests/pallas_kernels/test_resolve.py -k shown_once"),
     ("burst_jax/ring/half_remat.py", "if request.zone is not None:", "if False:", "tests/ring/test_half.py -k raises"),
+    # --- pallas_kernels/linear
+    ("pallas_kernels/linear/xla.py", "jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)",
+     "jnp.exp(total[..., -1:] - total)", LINEAR_XLA),
+    ("pallas_kernels/linear/xla.py", "begins[..., None].astype(jnp.int32)), -1)",
+     "begins[..., None].astype(jnp.int32)), -1).clip(max=1)", LINEAR_XLA),
+    ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
+     "tests/pallas_kernels/test_linear_inverse.py"),
+    ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/operation.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py",
+     "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
+     "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
+     "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
     # --- benchmarks and examples
     ("benchmarks/kernels.py", "size * reach - reach * (reach - 1) / 2", "size * reach - reach * (reach + 1) / 2",
      "tests/benchmarks/test_kernels_benchmark.py"),

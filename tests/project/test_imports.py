@@ -18,6 +18,7 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 # From low to high. A package may import itself and those before it.
 PACKAGES = (
     "pallas_kernels",
+    "pallas_kernels.linear",
     *(
         f"burst_jax.{name}"
         for name in (

@@ -368,7 +368,8 @@ def ptxas(text):
     linker's, which newer versions of JAX print after it, has its stack alone ("112 stack"), and "0
     bytes lmem" whether it spills or not.
     """
-    kernels = re.findall(r"Function properties for '?(burst_\w+?)_mosaic_gpu_kernel'?", text)
+    names = r"(?:burst|gated_delta_rule)_\w+?"
+    kernels = re.findall(rf"Function properties for '?({names})_mosaic_gpu_kernel'?", text)
     assert kernels, f"no report was printed: {text[-500:]!r}"
     stacks = re.findall(r"(\d+) (?:bytes )?stack\b", text)
     assert len(stacks) == len(kernels), text

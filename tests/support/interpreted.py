@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import interpreted_callbacks
+import interpreted_linear
 import interpreted_rows
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,7 @@ from jax._src.state import types as state_types
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.linear import inverse
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import instructions, padding
 
@@ -108,7 +110,8 @@ class _Memory(shared_memory.GPUSharedMemory):
         self.started = collections.defaultdict(collections.deque)
         # Held during an atomic read-modify-write of global memory.
         self.atomic = threading.Lock()
-        # Parts of a multicast tile that have arrived: by barrier, and by the CTA that copied them.
+        # Parts of a multicast tile that have arrived: by barrier and place, then by the CTA that
+        # copied them.
         self.parts = collections.defaultdict(dict)
 
     def kernel_thread_finished(self, thread):
@@ -191,8 +194,12 @@ class _ClusterBarrier(shared_memory.ClusterBarrier):
 class _CopyOfPart(gpu_callbacks.AsyncCopyGmemToSmemTask):
     """Copies one CTA's part of a tile to the shared memory of one CTA of the cluster."""
 
+    def __init__(self, tile, *args):
+        super().__init__(*args)
+        self.tile = str(tile)
+
     def post_write(self, tma_thread_id, shared_memory):
-        source, parts = self.thread.block_id, shared_memory.parts[id(self.barrier)]
+        source, parts = self.thread.block_id, shared_memory.parts[id(self.barrier), self.tile]
         with shared_memory.atomic:
             assert source not in parts, f"{self.thread} overwrites a tile that is not complete"
             parts[source] = self.clock.copy() if self.clock is not None else None
@@ -297,7 +304,8 @@ def _copy_part_to_all(
         _wait_until_allocated(key, barrier_key)
         parts = [_part_of(place.access, thread.block_id, ctas) for place in (source, target)]
         copy = _CopyOfPart(
-            mesh_location, thread, source.key, parts[0], key, parts[1], barrier_key, source_info,
+            (key, target.access), mesh_location, thread, source.key, parts[0], key, parts[1],
+            barrier_key, source_info,
             memory.incr_clock(thread) if memory.detect_races else None,
         )  # fmt: skip
         memory.execute_async_task(copy)
@@ -484,6 +492,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
         mock.patch.object(instructions, "start_product", interpreted_rows.start_product),
         mock.patch.object(padding, "zero_rows", interpreted_rows.zero_rows),
+        mock.patch.object(inverse, "invert", interpreted_linear.invert),
         mock.patch.object(transfers, "store_rows", _store_rows),
         mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),

@@ -1,0 +1,433 @@
+"""The gated delta rule's kernels: checked against plain JAX in float32, then timed in turns."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.results import save_json
+from benchmarks.turns import Clock, add_turns, in_turns
+from burst_jax.command_line import Unusable, integer
+from pallas_kernels.linear import xla
+from pallas_kernels.linear.chunks import Tokens
+from pallas_kernels.linear.sm90 import gradients as chunk_gradients
+from pallas_kernels.linear.sm90 import operation
+from pallas_kernels.linear.sm90.operation import Inputs
+from pallas_kernels.linear.sm90.states import states
+from pallas_kernels.timing import relative_error
+
+HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
+# Accepted relative errors of bfloat16 results.
+TOLERANCE = 1.5e-2
+# FLOPs per token and value head, with chunks of 64 tokens.
+FORWARD_FLOPS, BOTH_FLOPS = 10.75e6 / 64, (10.75e6 + 28.35e6) / 64
+RESULTS = ("o", "last", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstart")
+FORWARD, BOTH = "forward", "forward and backward"
+
+# (name, function, arguments): these are a function of the results of the programs before it, by
+# name. It is called with shapes first, so that all programs are compiled before any runs.
+Program = tuple[str, Callable[..., Any], Callable[[dict[str, Any]], Sequence[Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes and contents of a call.
+
+    Attributes:
+      length: T.
+      heads: N, value heads.
+      key_heads: K.
+      batch: B, sequences, or blocks of one.
+      decay: largest decrease of a log decay.
+      documents: whether there are documents and padding.
+      edges: whether some betas are 0, 1 and 2.
+    """
+
+    length: int
+    heads: int
+    key_heads: int
+    batch: int = 1
+    decay: float = 0.1
+    documents: bool = False
+    edges: bool = False
+
+    def __str__(self) -> str:
+        blocks = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{blocks}{self.length:,} tokens, {self.key_heads}/{self.heads} heads"
+
+    def arrays(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
+        """Inputs, the first state, and gradients of the output and of the last state."""
+        return _arrays(self)
+
+    def _drawn(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
+        keys = jax.random.split(jax.random.key(0), 11)
+        by_key = self.batch, self.length, self.key_heads, HEAD_DIM
+        by_head = self.batch, self.length, self.heads
+
+        def unit(key: jax.Array) -> jax.Array:
+            x = jax.random.normal(key, by_key, jnp.float32)
+            return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+
+        def values(key: jax.Array) -> jax.Array:
+            return jax.random.normal(key, (*by_head, HEAD_DIM), jnp.bfloat16)
+
+        def state(key: jax.Array) -> jax.Array:
+            shape = self.batch, self.heads, HEAD_DIM, HEAD_DIM
+            return jax.random.normal(key, shape, jnp.float32)
+
+        log_decay = -self.decay * jax.random.uniform(keys[3], by_head, jnp.float32)
+        beta = jax.random.uniform(keys[4], by_head, jnp.float32)
+        if self.edges:
+            kind = jax.random.randint(keys[5], by_head, 0, 10)
+            beta = jnp.where(kind < 3, kind.astype(jnp.float32), beta)
+        tokens = None
+        if self.documents:
+            shape = by_head[:2]
+            valid = jax.random.uniform(keys[6], shape) > 0.1
+            tokens = Tokens((jax.random.uniform(keys[7], shape) < 0.01) & valid, valid)
+        inputs = Inputs(unit(keys[0]), unit(keys[1]), values(keys[2]), log_decay, beta, tokens)
+        return inputs, state(keys[8]), values(keys[9]), state(keys[10])
+
+
+@functools.cache
+def _arrays(case: Case) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
+    return case._drawn()
+
+
+CHECKED = {
+    "plain": Case(1024, 4, 4),
+    "one chunk": Case(64, 1, 1),
+    "grouped, strong decay": Case(960, 4, 2, decay=3.0),
+    "documents and padding": Case(1024, 4, 4, documents=True),
+    "beta 0, 1 and 2": Case(1024, 4, 4, batch=2, edges=True),
+}
+
+
+def gradients_of(
+    rule: Callable[..., Any],
+    inputs: Inputs,
+    start: jax.Array,
+    do: jax.Array,
+    last: jax.Array,
+) -> dict[str, jax.Array]:
+    """All results of a rule ``(q, k, v, log_decay, beta, start) -> (o, last)``, by name."""
+    results, vjp = jax.vjp(rule, *inputs[:5], start)
+    return dict(zip(RESULTS, (*results, *vjp((do, last))), strict=True))
+
+
+def _plain_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
+    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, start: Any) -> Any:
+        return xla.gated_delta_rule(q, k, v, log_decay, beta, start, SCALE, inputs.tokens)
+
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs._replace(tokens=None))
+    return gradients_of(rule, wide, start, do.astype(jnp.float32), last)
+
+
+def _kernel_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
+    def rule(q, k, v, log_decay, beta, start):
+        given = Inputs(q, k, v, log_decay, beta, inputs.tokens)
+        return operation.gated_delta_rule(given, start, SCALE)
+
+    return gradients_of(rule, inputs, start, do, last)
+
+
+def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
+    """The same by two blocks, as devices exchange them: affine maps, then both at once."""
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(2, -1, *x.shape[2:])
+
+    def product(m: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.einsum("...ij,...jk->...ik", m, x, precision="highest")
+
+    tokens = None if inputs.tokens is None else Tokens(*map(blocks, inputs.tokens))
+    given = jax.tree.map(blocks, inputs._replace(tokens=None))._replace(tokens=tokens)
+    do = blocks(do)
+    if tokens is not None:
+        do = jnp.where(tokens.valid[..., None, None], do, 0)
+    prepared = operation.prepare(given)
+    m, u = operation.affine(given, prepared)
+    starts = jnp.concatenate([start, product(m[:1], start) + u[:1]])
+    o, ends = operation.forward(given, prepared, starts, SCALE)
+    zeros = jnp.zeros_like(starts)
+    alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
+    lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
+    made = operation.backward(given, prepared, starts, do, lasts, SCALE)
+    by_token = (o, *made[:5])
+    o, *gradients = (x.reshape(1, -1, *x.shape[2:]) for x in by_token)
+    return dict(zip(RESULTS, (o, ends[1:], *gradients, made.start[:1]), strict=True))
+
+
+class Check:
+    """A case's programs, compiled in threads, and the comparison of their results."""
+
+    def __init__(self, name: str, case: Case, pool: ThreadPoolExecutor):
+        self.name = name
+        arrays = case.arrays()
+        programs = {"plain": _plain_results, "kernels": _kernel_results}
+        if case.batch == 1 and case.length % 128 == 0:
+            programs["two blocks"] = _results_of_two_blocks
+        self._arrays = arrays
+        self._compiled = {
+            name: pool.submit(jax.jit(f).lower(*arrays).compile) for name, f in programs.items()
+        }
+
+    def run(self) -> list[dict[str, Any]]:
+        """A row of each program: errors by result, and whether repeats have the same bits."""
+        want = self._compiled.pop("plain").result()(*self._arrays)
+        rows = []
+        for program, compiled in self._compiled.items():
+            runs = [compiled.result()(*self._arrays) for _ in range(4)]
+            same = all(bool(jnp.array_equal(r[n], runs[0][n])) for r in runs for n in RESULTS)
+            errors = {n: relative_error(runs[0][n], want[n].astype(jnp.float32)) for n in RESULTS}
+            right = same and max(errors.values()) < TOLERANCE
+            # JSON has no infinity, the error of a result that is not finite.
+            errors = {n: e if math.isfinite(e) else None for n, e in errors.items()}
+            rows.append(
+                {"check": self.name, "program": program, "same_bits": same, "right": right}
+                | {"errors": errors}
+            )
+        return rows
+
+
+def whole_programs(rule: Callable[..., Any], case: Case) -> list[Program]:
+    """Forward, and forward and backward, of a rule of q, k, v, log_decay and beta."""
+    inputs, _, do, _ = case.arrays()
+
+    def both(q, k, v, log_decay, beta, do):
+        o, vjp = jax.vjp(rule, q, k, v, log_decay, beta)
+        return o, *vjp(do)
+
+    return [
+        (FORWARD, rule, lambda done: inputs[:5]),
+        (BOTH, both, lambda done: (*inputs[:5], do)),
+    ]
+
+
+def kernel_programs(case: Case) -> list[Program]:
+    """Each kernel by itself."""
+    inputs, start, do, last = case.arrays()
+
+    def both_scans(*given: Any) -> Any:
+        return states(*operation.backward_inputs(*given), SCALE)
+
+    def gradient_inputs(done: dict[str, Any]) -> Any:
+        u, saved, dv, dsaved, _ = done["states"]
+        vectors = done["prepare"].vectors
+        return (
+            chunk_gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),
+        )
+
+    return [
+        ("prepare", operation.prepare, lambda done: (inputs,)),
+        (
+            "scan",
+            functools.partial(operation.forward, scale=SCALE),
+            lambda done: (inputs, done["prepare"], start),
+        ),
+        ("affine map", operation.affine, lambda done: (inputs, done["prepare"])),
+        ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
+        (
+            "first state's gradient",
+            functools.partial(operation.first_state_gradient, scale=SCALE),
+            lambda done: (inputs, done["prepare"], do, last),
+        ),
+        ("gradients", lambda given: chunk_gradients.gradients(given, SCALE), gradient_inputs),
+    ]
+
+
+def _own_rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> jax.Array:
+    start = jnp.zeros((v.shape[0], v.shape[2], HEAD_DIM, HEAD_DIM), jnp.float32)
+    return operation.gated_delta_rule(Inputs(q, k, v, log_decay, beta), start, SCALE)[0]
+
+
+def _load(path: Path) -> Any:
+    """The module in a file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise Unusable(f"--baseline {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``linear`` to the command line."""
+    parser = commands.add_parser("linear", help=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lengths", nargs="+", type=integer(128), default=[32768, 8192], metavar="TOKENS"
+    )
+    parser.add_argument("--heads", type=integer(1), default=32, help="value heads (%(default)s)")
+    parser.add_argument("--key-heads", type=integer(1), help="default: as many as value heads")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE",
+        help="a Python file with rule(q, k, v, log_decay, beta) -> o, timed in the same turns, and"
+        " kernels(inputs, start, do, last, scale), a list like that of kernel_programs",
+    )  # fmt: skip
+    add_turns(parser)
+    add_outputs(parser, png=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Checks, times, prints the table and saves it."""
+    require_gpus("benchmarks linear")
+    require_outputs(args.json)
+    begin, rows = time.perf_counter(), []
+    baseline = None if args.baseline is None else _load(args.baseline)
+    record: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows,
+    }  # fmt: skip
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if args.json is not None:  # After every row: a later failure loses none.
+            save_json(record, args.json)
+
+    print(f"{record['device']}, jax {record['jax']}", flush=True)
+    with ThreadPoolExecutor(14) as pool:
+        checks = [Check(name, case, pool) for name, case in CHECKED.items()]
+        cases = _timed_cases(args)
+        timed = [(case, _compiled(case, detailed, baseline, pool)) for case, detailed in cases]
+        print(f"lowered after {time.perf_counter() - begin:.0f} s", flush=True)
+        wrong = False
+        for check in checks:
+            try:
+                made = check.run()
+            except Exception as error:  # Times are of interest all the same, marked as wrong.
+                print(f"{check.name}: {type(error).__name__}: {error}"[:2000], flush=True)
+                wrong, made = True, []
+            for row in made:
+                add(row)
+                wrong |= not row["right"]
+                print(_line(row), flush=True)
+        print(f"checked after {time.perf_counter() - begin:.0f} s", flush=True)
+        with Clock() as clock:
+            for case, programs in timed:
+                for row in _time(case, programs, args, clock):
+                    add(row | {"wrong": wrong})
+    print(f"done after {time.perf_counter() - begin:.0f} s\n")
+    _print_table([row for row in rows if "ms" in row], [str(case) for case, _ in cases], wrong)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A check in words."""
+    errors = (
+        f"{name} {'not finite' if e is None else f'{e:.1e}'}" for name, e in row["errors"].items()
+    )
+    bits = "same bits" if row["same_bits"] else "BITS DIFFER"
+    mark = "" if row["right"] else "  WRONG"
+    return f"{row['check']}, {row['program']}: {' '.join(errors)}; {bits}{mark}"
+
+
+def _timed_cases(args: argparse.Namespace) -> list[tuple[Case, bool]]:
+    """Whole sequences and two blocks of half of each, and whether kernels are timed alone."""
+    key_heads = args.heads if args.key_heads is None else args.key_heads
+    cases = []
+    for length in args.lengths:
+        detailed = length == max(args.lengths)
+        cases.append((Case(length, args.heads, key_heads), detailed))
+        cases.append((Case(length // 2, args.heads, key_heads, batch=2), detailed))
+    return cases
+
+
+@dataclasses.dataclass
+class _Compiling:
+    """A program that a thread compiles.
+
+    Attributes:
+      side: "own" or "baseline".
+      name: of the program.
+      program: what will have been compiled.
+      arguments: a function of the results of the side's programs before it.
+    """
+
+    side: str
+    name: str
+    program: Future[Any]
+    arguments: Callable[[dict[str, Any]], Sequence[Any]]
+
+
+def _compiled(
+    case: Case, detailed: bool, baseline: Any, pool: ThreadPoolExecutor
+) -> list[_Compiling]:
+    programs = [("own", program) for program in whole_programs(_own_rule, case)]
+    if detailed:
+        programs += [("own", program) for program in kernel_programs(case)]
+    if baseline is not None:
+        programs += [("baseline", program) for program in whole_programs(baseline.rule, case)]
+        if detailed and case.batch == 1:
+            others = baseline.kernels(*case.arrays(), SCALE)
+            programs += [("baseline", program) for program in others]
+    shapes: dict[str, dict[str, Any]] = {"own": {}, "baseline": {}}
+    compiling = []
+    for side, (name, f, arguments) in programs:
+        lowered = jax.jit(f).lower(*arguments(shapes[side]))
+        shapes[side][name] = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info
+        )
+        compiling.append(_Compiling(side, name, pool.submit(lowered.compile), arguments))
+    return compiling
+
+
+def _time(
+    case: Case, compiling: list[_Compiling], args: argparse.Namespace, clock: Clock
+) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    calls, memory = {}, {}
+    done: dict[str, dict[str, Any]] = {"own": {}, "baseline": {}}
+    for each in compiling:
+        key, results = (each.side, each.name), done[each.side]
+        try:
+            program, arguments = each.program.result(), each.arguments(results)
+            made = program(*arguments)
+            if each.name not in (FORWARD, BOTH):
+                results[each.name] = made
+        except Exception as error:  # The table lacks it, and the benchmark continues.
+            print(f"{case}, {key}: {type(error).__name__}: {error}"[:2000], flush=True)
+            continue
+        calls[key] = (lambda p=program, a=arguments: p(*a)), jax.block_until_ready
+        memory[key] = program.memory_analysis().temp_size_in_bytes / 2**30
+    measured = in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock)
+    rows = []
+    for (side, name), times in measured.items():
+        ms = 1e3 * statistics.median(seconds for seconds, _ in times)
+        row = {
+            "case": str(case), "side": side, "program": name, "ms": ms, "gib": memory[side, name],
+            "turns": [1e3 * seconds for seconds, _ in times],
+        }  # fmt: skip
+        flops = {FORWARD: FORWARD_FLOPS, BOTH: BOTH_FLOPS}.get(name)
+        if flops is not None:
+            row["tflops"] = 1e-9 * flops * case.batch * case.length * case.heads / ms
+        rows.append(row)
+        print(f"{case}, {side}, {name}: {ms:.3f} ms", flush=True)
+    return rows
+
+
+def _print_table(rows: list[dict[str, Any]], cases: list[str], wrong: bool) -> None:
+    print("ms" + (" (results are WRONG)" if wrong else ""))
+    print(" " * 34 + "".join(f"{case:>34}" for case in cases))
+    names = list(dict.fromkeys((row["side"], row["program"]) for row in rows))
+    for side, name in names:
+        cells = []
+        for case in cases:
+            match = [r for r in rows if (r["case"], r["side"], r["program"]) == (case, side, name)]
+            cell = f"{match[0]['ms']:.3f}" if match else ""
+            if match and "tflops" in match[0]:
+                cell += f" ({match[0]['tflops']:.0f} TFLOP/s, {match[0]['gib']:.2f} GiB)"
+            cells.append(f"{cell:>34}")
+        print(f"{side + ', ' + name:34}" + "".join(cells))

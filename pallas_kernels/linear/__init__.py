@@ -1,0 +1,1 @@
+"""Linear attention on one device: the gated delta rule, chunk by chunk."""

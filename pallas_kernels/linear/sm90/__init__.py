@@ -1,0 +1,1 @@
+"""The gated delta rule's kernels for Hopper: wgmma, TMA, warp specialization."""

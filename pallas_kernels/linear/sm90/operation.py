@@ -1,0 +1,229 @@
+"""The gated delta rule on one Hopper GPU: forward, affine map and gradients.
+
+States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear.chunks import (
+    BETA,
+    CHUNK,
+    HEAD_DIM,
+    INTO,
+    Tokens,
+    chunk_vectors,
+    cumulative_sum,
+    cut,
+    joined,
+)
+from pallas_kernels.linear.sm90 import gradients as chunk_gradients
+from pallas_kernels.linear.sm90 import inverses
+from pallas_kernels.linear.sm90.gradients import GradientInputs
+from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
+from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
+
+
+class Inputs(NamedTuple):
+    """The arrays.
+
+    Attributes:
+      q: bfloat16 ``[B, T, K, 128]``.
+      k: the same; rows have norm 1.
+      v: bfloat16 ``[B, T, N, 128]``; N is a multiple of K.
+      log_decay: ``[B, T, N]``, at most 0.
+      beta: ``[B, T, N]``, between 0 and 2.
+      tokens: documents and padding; None without them.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    tokens: Tokens | None = None
+
+
+class Prepared(NamedTuple):
+    """What all passes need of every chunk.
+
+    Attributes:
+      vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
+    """
+
+    vectors: jax.Array
+    x: jax.Array
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs and of the first state; those of log_decay and beta in float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    start: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated_delta_rule(inputs: Inputs, start: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token.
+
+    Args:
+      inputs: the arrays.
+      start: state before the first token.
+      scale: of q k.
+    """
+    return forward(inputs, prepare(inputs), start, scale)
+
+
+def _forward_rule(inputs: Inputs, start: jax.Array, scale: float) -> Any:
+    prepared = prepare(inputs)
+    return forward(inputs, prepared, start, scale), (inputs, prepared, start)
+
+
+def _backward_rule(scale: float, residuals: Any, cotangents: Any) -> Any:
+    inputs, prepared, start = residuals
+    do, last = cotangents
+    if inputs.tokens is not None:
+        do = jnp.where(inputs.tokens.valid[..., None, None], do, 0)
+    made = backward(inputs, prepared, start, do, last, scale)
+    log_decay, beta = (
+        gradient.astype(x.dtype)
+        for gradient, x in ((made.log_decay, inputs.log_decay), (made.beta, inputs.beta))
+    )
+    return Inputs(*made[:3], log_decay, beta), made.start
+
+
+gated_delta_rule.defvjp(_forward_rule, _backward_rule)
+
+
+def prepare(inputs: Inputs) -> Prepared:
+    """The vectors and inverses of all chunks."""
+    vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
+    return Prepared(vectors, inverses.inverses(inputs.k, vectors))
+
+
+def forward(
+    inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token."""
+    given = ScanInputs(
+        inputs.q, inputs.k, inputs.v, prepared.x, prepared.vectors, _transposed(start)
+    )
+    o, _, last = scan(given, scale, Mode.OUTPUT)
+    assert o is not None
+    if inputs.tokens is not None:
+        o = jnp.where(inputs.tokens.valid[..., None, None], o, 0)
+    return o, _transposed(last)
+
+
+def affine(inputs: Inputs, prepared: Prepared) -> tuple[jax.Array, jax.Array]:
+    """(M, U): with the state S before these tokens, that after them is ``M S + U``."""
+    batch, _, heads, _ = inputs.v.shape
+    start = jnp.concatenate(
+        [jnp.zeros((HEAD_DIM, HEAD_DIM), jnp.float32), jnp.eye(HEAD_DIM, dtype=jnp.float32)]
+    )
+    start = jnp.broadcast_to(start, (batch, heads, *start.shape))
+    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
+    _, _, last = scan(given, 0.0, Mode.LAST)
+    return _transposed(last[:, :, HEAD_DIM:]), _transposed(last[:, :, :HEAD_DIM])
+
+
+def first_state_gradient(
+    inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
+) -> jax.Array:
+    """The gradient of the first state alone."""
+    return _transposed(first_gradient(_reverse_inputs(inputs, prepared, do, last), scale))
+
+
+def backward(
+    inputs: Inputs,
+    prepared: Prepared,
+    start: jax.Array,
+    do: jax.Array,
+    last: jax.Array,
+    scale: float,
+) -> Gradients:
+    """All gradients.
+
+    Args:
+      inputs: of the forward pass.
+      prepared: from it.
+      start: the first state.
+      do: gradient of the output, bfloat16; 0 in padding.
+      last: gradient of the last state.
+      scale: of q k.
+    """
+    scans = backward_inputs(inputs, prepared, start, do, last)
+    u, saved, dv, dsaved, first = states(*scans, scale)
+    dq, dk, sums = chunk_gradients.gradients(
+        GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, prepared.vectors), scale
+    )
+    log_decay, beta = _gate_gradients(inputs, prepared, sums)
+    key_heads = inputs.k.shape[2]
+    return Gradients(
+        _sum_groups(dq, key_heads),
+        _sum_groups(dk, key_heads),
+        dv,
+        log_decay,
+        beta,
+        _transposed(first),
+    )
+
+
+def backward_inputs(
+    inputs: Inputs, prepared: Prepared, start: jax.Array, do: jax.Array, last: jax.Array
+) -> tuple[ScanInputs, ReverseInputs]:
+    """What the backward pass's two scans read; arguments as of :func:`backward`."""
+    start = _transposed(start)
+    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
+    return given, _reverse_inputs(inputs, prepared, do, last)
+
+
+def _gate_gradients(
+    inputs: Inputs, prepared: Prepared, sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of log_decay and beta from the kernel's row sums."""
+    by_sum = [sums[..., i, :] for i in range(chunk_gradients.SUMS)]
+    through = prepared.vectors[..., INTO + CHUNK - 1]
+    of_end = by_sum[chunk_gradients.LATER_KEYS].sum(-1)
+    of_end += through * by_sum[chunk_gradients.STATES].sum(-1)
+    total = by_sum[chunk_gradients.QUERIES] + by_sum[chunk_gradients.KEYS]
+    total = total.at[..., -1].add(of_end)
+    log_decay = cumulative_sum(total, reverse=True)
+    beta = prepared.vectors[..., BETA : BETA + CHUNK]
+    updates = by_sum[chunk_gradients.UPDATES]
+    if inputs.tokens is None:
+        return joined(log_decay), joined(updates / (beta * beta))
+    # No decay applies to padding, nor to a document's first token.
+    valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
+    log_decay = jnp.where(valid & ~begins, log_decay, 0)
+    beta = jnp.where(valid, updates / jnp.where(valid, beta * beta, 1), 0)
+    return joined(log_decay), joined(beta)
+
+
+def _reverse_inputs(
+    inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
+) -> ReverseInputs:
+    return ReverseInputs(inputs.q, inputs.k, do, prepared.x, prepared.vectors, _transposed(last))
+
+
+def _transposed(state: jax.Array) -> jax.Array:
+    return state.swapaxes(-1, -2)
+
+
+def _sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
+    """Sums gradients of value heads over those of each key head."""
+    batch, length, heads, dim = x.shape
+    if heads == key_heads:
+        return x
+    grouped = x.reshape(batch, length, key_heads, heads // key_heads, dim)
+    return grouped.astype(jnp.float32).sum(3).astype(x.dtype)

@@ -1,0 +1,391 @@
+"""The scan over the chunks of a sequence.
+
+A CTA has 64 of a head's value columns. The state is kept transposed, ``[64 columns, 128 keys]``,
+as the accumulator of one warpgroup, and the left operands of all products, S, R and U, are its
+registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``, ``S^T' = through S^T +
+(out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a step waits for goes
+through shared memory. The products of O run while R and the next S are rounded. The other
+warpgroup copies.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.sm90.chunk_operands import (
+    accumulator,
+    along_columns,
+    matrix,
+    numbers,
+    transposed,
+)
+from pallas_kernels.linear.sm90.pipeline import (
+    CLUSTER,
+    SLOTS,
+    STAGES,
+    WARPGROUPS,
+    Result,
+    Scores,
+    copy_to_cluster,
+    cta_index,
+    for_each_pair,
+    free_stage,
+    produce,
+    stages_barrier,
+)
+from pallas_kernels.mosaic.fragments import i32, proxy_fence
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
+from pallas_kernels.mosaic.sm90.instructions import TILE
+
+# CTAs per head.
+PARTS = HEAD_DIM // CHUNK
+# Vectors that scans read: INTO to START.
+SCANNED = BETA
+
+
+class Mode(enum.Enum):
+    """What a scan returns besides the last state."""
+
+    OUTPUT = "output"
+    STATES = "states"
+    LAST = "last"
+
+
+class Place(NamedTuple):
+    """Which part of which head a CTA has.
+
+    Attributes:
+      batch: batch index.
+      head: value head.
+      key_head: its key head.
+      part: index of the 64 columns; past the head's values they are those of the matrix M.
+    """
+
+    batch: Any
+    head: Any
+    key_head: Any
+    part: Any
+
+    @classmethod
+    def of(cls, cluster: Any, parts: int, groups: int) -> Place:
+        """Of a CTA of the cluster with this index, of a batch index's."""
+        index = cta_index(cluster)
+        head = lax.div(index, i32(parts))
+        part = lax.rem(index, i32(parts))
+        return cls(lax.axis_index("batch"), head, lax.div(head, i32(groups)), part)
+
+    @property
+    def columns(self) -> Any:
+        """The CTA's rows of a transposed state."""
+        return pl.ds(self.part * CHUNK, CHUNK)
+
+    @property
+    def values(self) -> Any:
+        """The CTA's columns of values."""
+        return pl.ds(lax.rem(self.part, i32(PARTS)) * CHUNK, CHUNK)
+
+    def saved(self, chunk: Any) -> Any:
+        """The CTA's rows of the saved state of a chunk's pair."""
+        return pl.ds(lax.div(chunk, i32(2)) * HEAD_DIM + self.part * CHUNK, CHUNK)
+
+
+class ScanInputs(NamedTuple):
+    """What a scan reads.
+
+    Attributes:
+      q: bfloat16 ``[B, T, K, 128]``; None unless outputs are computed.
+      k: bfloat16 ``[B, T, K, 128]``.
+      v: bfloat16 ``[B, T, N, 128]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
+      vectors: of the chunks.
+      start: first state, transposed, float32 ``[B, N, columns, 128]``.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    x: Any
+    vectors: Any
+    start: Any
+
+
+class ScanMemory(NamedTuple):
+    """Shared memory and barriers; None where a mode does not need it.
+
+    Attributes:
+      q: ``[STAGES, 64, 128]``.
+      k: the same.
+      v: ``[STAGES, 64, 64]``.
+      x: the same.
+      vectors: ``[STAGES, 256]``.
+      arrived: by stage.
+      free: by stage.
+      p: ``[STAGES, 64, 64]``.
+      p_written: by stage.
+      columns: ``[SLOTS, 64 tokens, 64 columns]``: o or U.
+      columns_written: by slot.
+      columns_free: by slot.
+      states: ``[SLOTS, 64 columns, 128]``.
+      states_written: by slot.
+      states_free: by slot.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    x: Any
+    vectors: Any
+    arrived: Any
+    free: Any
+    p: Any = None
+    p_written: Any = None
+    columns: Any = None
+    columns_written: Any = None
+    columns_free: Any = None
+    states: Any = None
+    states_written: Any = None
+    states_free: Any = None
+
+    @classmethod
+    def of(cls, mode: Mode) -> ScanMemory:
+        """Descriptions."""
+        outputs, slots = mode is Mode.OUTPUT, {}
+        if outputs:
+            slots |= scores_of()
+        if mode is not Mode.LAST:
+            slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
+        if mode is Mode.STATES:
+            slots |= slots_of("states", matrix(SLOTS, CHUNK, HEAD_DIM))
+        return cls(
+            q=matrix(STAGES, CHUNK, HEAD_DIM) if outputs else None,
+            k=matrix(STAGES, CHUNK, HEAD_DIM),
+            v=matrix(STAGES, CHUNK, CHUNK),
+            x=matrix(STAGES, CHUNK, CHUNK),
+            vectors=numbers(STAGES, SCANNED),
+            arrived=plgpu.Barrier(num_arrivals=5 if outputs else 4, num_barriers=STAGES),
+            free=stages_barrier(),
+            **slots,
+        )
+
+
+def pairs_of(chunks: int) -> int:
+    """Number of pairs of chunks: a state is saved of each, before it, and a gradient, after it.
+
+    The other state of a pair is recomputed where it is needed, for half of the memory.
+    """
+    return -(-chunks // 2)
+
+
+def slots_of(name: str, buffer: Any) -> dict[str, Any]:
+    """The buffer of a result, and its barriers, by the names of a memory's fields."""
+    barrier = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
+    return {name: buffer, f"{name}_written": barrier, f"{name}_free": barrier}
+
+
+def scores_of() -> dict[str, Any]:
+    """The same of P."""
+    written = plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
+    return {"p": matrix(STAGES, CHUNK, CHUNK), "p_written": written}
+
+
+def scan_cta(
+    mode: Mode,
+    scale: float,
+    place: Place,
+    given: ScanInputs,
+    columns: Any,
+    states: Any,
+    last: Any,
+    memory: ScanMemory,
+) -> None:
+    """A CTA's scan.
+
+    Args:
+      mode: what is computed.
+      scale: of q k.
+      place: the CTA's part.
+      given: global memory.
+      columns: o or U ``[B, T, N, 128]``, or None.
+      states: the states before all pairs of chunks, or None.
+      last: the last state, transposed, or None.
+      memory: shared memory.
+    """
+    chunks = given.vectors.shape[2]
+    b, h, key_head, _ = place
+
+    def tokens(step):
+        return pl.ds(step * CHUNK, CHUNK)
+
+    def start(step, stage):
+        at = tokens(step)
+        arrived = memory.arrived.at[stage]
+        vectors = given.vectors.at[b, h, step, pl.ds(INTO, SCANNED)]
+        copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
+        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
+        if mode is Mode.OUTPUT:
+            copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
+        values = given.v.at[b, at, h, place.values]
+        plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
+
+    results, scores = [], None
+    if mode is Mode.OUTPUT:
+        scores = Scores(
+            memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
+        )
+    if mode is Mode.STATES:
+        results.append(
+            Result(
+                memory.states,
+                memory.states_written,
+                memory.states_free,
+                lambda step: states.at[b, h, place.saved(step)],
+                exists=lambda step: lax.rem(step, i32(2)) == 0,
+                ordinal=lambda step: lax.div(step, i32(2)),
+            )
+        )
+    if mode is not Mode.LAST:
+        results.append(
+            Result(
+                memory.columns,
+                memory.columns_written,
+                memory.columns_free,
+                lambda step: columns.at[b, tokens(step), h, place.values],
+            )
+        )
+
+    def chain():
+        state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
+        step = _step(mode, scale, place, memory, results, scores)
+        if mode is Mode.STATES:
+            state = for_each_pair(chunks, step, state)
+        else:
+            state = lax.fori_loop(i32(0), i32(chunks), step, state)
+        if last is not None:
+            last[b, h, place.columns] = state
+
+    warpgroup = lax.axis_index(WARPGROUP_AXIS)
+    pl.when(warpgroup == 0)(chain)
+    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results, scores))
+
+
+def _step(
+    mode: Mode,
+    scale: float,
+    place: Place,
+    memory: ScanMemory,
+    results: list[Result],
+    scores: Scores | None,
+) -> Callable[[Any, jax.Array, bool], jax.Array]:
+    """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
+    outputs = mode is Mode.OUTPUT
+    has_values = (place.part < PARTS).astype(jnp.float32)
+
+    def step(index, state, is_first_of_pair=False):
+        stage = lax.rem(index, i32(STAGES))
+        k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
+        vectors = memory.vectors.at[stage]
+        plgpu.barrier_wait(memory.arrived.at[stage])
+        rounded = state.astype(jnp.bfloat16)
+
+        def products(read_acc: Any, u_acc: Any, state_acc: Any, o_acc: Any = None) -> jax.Array:
+            plgpu.wgmma(read_acc, rounded, transposed(k))
+            if outputs:
+                plgpu.wgmma(o_acc, rounded, transposed(memory.q.at[stage]))
+            # Computed while the products run.
+            values = plgpu.load(transposed(v), layout=TILE).astype(jnp.float32)
+            if mode is Mode.LAST:
+                values = values * has_values
+            into = along_columns(vectors, INTO)
+            if mode is Mode.STATES and is_first_of_pair:
+                results[0].put(index, rounded)
+            values, into = lax.optimization_barrier((values, into))
+            read = plgpu.wgmma_accumulator_load(read_acc, wait_n=1 if outputs else 0)
+            r = (values - into * read).astype(jnp.bfloat16)
+            plgpu.wgmma(u_acc, r, transposed(x))
+            state_acc[...] = state * memory.vectors[stage, INTO + CHUNK - 1]
+            out = along_columns(vectors, OUT)
+            if outputs:
+                o = plgpu.wgmma_accumulator_load(o_acc, wait_n=1)
+                o_acc[...] = o * (into * scale)
+            u = plgpu.wgmma_accumulator_load(u_acc)
+            plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k)
+            u = u.astype(jnp.bfloat16)
+            if scores is not None:
+                plgpu.wgmma(o_acc, u, transposed(scores.wait(stage)))
+            elif mode is Mode.STATES:
+                results[-1].put(index, u, transpose=True)
+            proxy_fence()
+            new = plgpu.wgmma_accumulator_load(state_acc, wait_n=1 if outputs else 0)
+            if not outputs:
+                free_stage(memory.free.at[stage])
+                return new
+            o = plgpu.wgmma_accumulator_load(o_acc)
+            free_stage(memory.free.at[stage])
+            results[0].put(index, o.astype(jnp.bfloat16), transpose=True)
+            return new
+
+        accumulators = [accumulator(), accumulator(), accumulator(HEAD_DIM)]
+        return pl.run_scoped(products, *accumulators, *[accumulator()] * outputs)
+
+    return step
+
+
+class _Outputs(NamedTuple):
+    """What a scan writes; None where a mode does not."""
+
+    columns: Any
+    states: Any
+    last: Any
+
+
+def scan(
+    given: ScanInputs, scale: float, mode: Mode
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """Runs a scan over every head.
+
+    Args:
+      given: its inputs. In the mode LAST the state may have more than 128 columns: those have no
+        values.
+      scale: of q k.
+      mode: OUTPUT for o and the last state; STATES for U and the states before all pairs of
+        chunks; LAST for the last state alone.
+
+    Returns:
+      o or U ``[B, T, N, 128]``, states ``[B, N, pairs * 128 columns, 128]``, and the last state.
+    """
+    batch, heads, chunks, _ = given.vectors.shape
+    groups, parts = heads // given.k.shape[2], given.start.shape[2] // CHUNK
+    columns = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
+    saved = batch, heads, pairs_of(chunks) * HEAD_DIM, HEAD_DIM
+    states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
+
+    def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
+        place = Place.of(lax.axis_index("group"), parts, groups)
+        scan_cta(mode, scale, place, given, *outputs, memory)
+
+    results = launch(
+        kernel,
+        f"gated_delta_rule_{mode.value}",
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"group": heads * parts // CLUSTER, "batch": batch},
+        warpgroups=WARPGROUPS,
+        cluster=CLUSTER,
+        inputs=given,
+        results=_Outputs(
+            columns=None if mode is Mode.LAST else columns,
+            states=states if mode is Mode.STATES else None,
+            last=jax.ShapeDtypeStruct(given.start.shape, jnp.float32),
+        ),
+        memory=ScanMemory.of(mode),
+    )
+    return tuple(results)

@@ -1,0 +1,61 @@
+"""The gated delta rule's Hopper kernels on a CPU, interpreted, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import interpreted
+import jax.numpy as jnp
+import linear_cases
+import numpy as np
+import pytest
+
+from pallas_kernels.linear.chunks import Tokens
+from pallas_kernels.linear.sm90 import operation
+
+# [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
+# begin inside of chunks; padding; groups.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
+    "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
+    "strong-decay": (64, {"heads": 1, "decay": 3.0}),
+}
+
+
+def run(case):
+    """Results by name; those of the affine map and of the first state's gradient alone, too."""
+
+    def bf16(x):
+        return jnp.asarray(x, jnp.bfloat16)
+
+    tokens, do = None, bf16(case.do)
+    if case.ids is not None:
+        tokens = Tokens(jnp.asarray(case.begins), jnp.asarray(case.valid))
+        do = jnp.where(tokens.valid[..., None, None], do, 0)
+    gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
+    inputs = operation.Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
+    start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
+    with interpreted.interpreted():
+        prepared = operation.prepare(inputs)
+        results = operation.forward(inputs, prepared, start, case.scale)
+        gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
+        m, u = operation.affine(inputs, prepared)
+        alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
+        got = dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True))
+        got = {name: np.asarray(x) for name, x in got.items()}
+        mapped = np.asarray(m, np.float64) @ case.start + np.asarray(u, np.float64)
+        return got | {"mapped": mapped, "alone": np.asarray(alone)}
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "edges-grouped" else pytest.mark.slow) for n in CASES],
+)
+def test_as_exact_as_bfloat16(name):
+    length, options = CASES[name]
+    case = linear_cases.draw(np.random.default_rng(0), length, **options)
+    want = linear_cases.truth(case)
+    want |= {"mapped": want["last"], "alone": want["dstart"]}
+    for result, got in run(case).items():
+        assert linear_cases.error(got, want[result]) < 8e-3, result
