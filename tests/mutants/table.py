@@ -514,8 +514,6 @@ MUTANTS = [
      "experts.count * jnp.mean(jnp.max(share, -1))", "tests/models/test_experts.py -k auxiliary_losses_are"),
     ("burst_jax/models/expert_rows.py", ".sum(1, dtype=jnp.float32)", ".sum(1).astype(jnp.float32)",
      "tests/models/test_experts.py -k copies_are"),
-    ("burst_jax/command_line.py", "if not exists:\n            os.unlink(text)", "if False:\n            os.unlink(text)",
-     "tests/project/test_command_lines.py -k verify"),
     ("burst_jax/data/corpus.py", "if not str(path):", "if False:", "tests/data/test_data_errors.py -k bad_files"),
     ("examples/run_options.py", "not least <= value <= most", "value < least",
      "tests/project/test_command_lines.py -k train_lm"),
