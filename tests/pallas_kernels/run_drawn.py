@@ -231,7 +231,7 @@ def _checks_of(family: str) -> Any:
     # Interpreted warpgroups wait for each other: they need as many threads.
     jax.config.update("jax_num_cpu_devices", 8)
     on_gpu = jax.default_backend() == "gpu"
-    conftest.IMPLEMENTATION, conftest.ON_GPU = family if on_gpu else None, on_gpu
+    vars(conftest).update(IMPLEMENTATION=family if on_gpu else None, ON_GPU=on_gpu)
     import drawn_calls
 
     levels = drawn_calls.ON_GPU if on_gpu else drawn_calls.ON_CPU

@@ -36,43 +36,34 @@ class Reference(NamedTuple):
     largest_bias: float
 
 
-def reference(
-    do, dlse, *, query, key, value, scale=None, logits_soft_cap=None, sink_logits=None,
-    alibi_slopes=None, score_mod=None, dropout_rate=0.0, dropout_key: Any = None,
-    dropout_seeds=None, **masks,
-):  # fmt: skip
+def reference(do, dlse, *, scale=None, **call):
     """:class:`Reference` of a call of ``burst_attention`` with these arguments, in natural order.
 
     ``dropout_seeds`` int32 ``[B, N]``, where they are not made of a key. Queries that attend to
     nothing have lse -inf (or their sink), and its cotangent is dropped there.
     """
-    args, largest = _arguments(
-        do, dlse, query, key, value, logits_soft_cap, sink_logits, alibi_slopes, score_mod,
-        dropout_rate, dropout_key, dropout_seeds, masks,
-    )  # fmt: skip
+    args, largest = _arguments(do, dlse, **call)
     return Reference(truth(*args, scale), one_device(*args, scale), args[3], largest)
 
 
-def largest_errors(do, dlse, *, query, key, value, scale=None, **options):
+def largest_errors(do, dlse, *, scale=None, **call):
     """Bounds of the errors that rounding can make, in the order of :attr:`Reference.truth`.
 
     The arguments are those of :func:`reference`. Every element has its own bound, which holds for
     few tokens, too, where the error of one device may be 0 by chance. See
     :func:`rounding.largest_errors`.
     """
-    names = "logits_soft_cap", "sink_logits", "alibi_slopes", "score_mod", "dropout_rate"
-    own = [options.pop(name, 0.0 if name == "dropout_rate" else None) for name in names]
-    keyed = [options.pop(name, None) for name in ("dropout_key", "dropout_seeds")]
-    args, _ = _arguments(do, dlse, query, key, value, *own, *keyed, options)
-    wide = (np.asarray(x, np.float64) for x in args[:3])
-    run = passes(*wide, args[3], np.asarray(do, np.float64), *args[5:], scale)
-    return rounding.largest_errors(run, query.dtype)
+    args, _ = _arguments(do, dlse, **call)
+    (*arrays, keep, do, dlse), rest = args[:6], args[6:]
+    query, key, value, do = (np.asarray(x, np.float64) for x in (*arrays, do))
+    run = passes(query, key, value, keep, do, dlse, *rest, scale)
+    return rounding.largest_errors(run, arrays[0].dtype)
 
 
 def _arguments(
-    do, dlse, query, key, value, logits_soft_cap, sink_logits, alibi_slopes, score_mod,
-    dropout_rate, dropout_key, dropout_seeds, masks,
-):  # fmt: skip
+    do, dlse, *, query, key, value, logits_soft_cap=None, sink_logits=None, alibi_slopes=None,
+    score_mod=None, dropout_rate=0.0, dropout_key: Any = None, dropout_seeds=None, **masks,
+) -> tuple[tuple[Any, ...], float]:  # fmt: skip
     """The arguments of :func:`fused`, but the scale, and the largest ALiBi bias."""
     (batch, t, heads, _), s = query.shape, key.shape[1]
     keep = kept(t, s, batch=batch, heads=heads, **masks)
