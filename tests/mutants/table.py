@@ -65,7 +65,7 @@ MUTANTS = [
     (CHECKS, "jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), x)", "x", f"{ORDER} -k plain"),
     (CHECKS, "(self.end_text < later.start_text) & (self.end > later.start)",
      "(self.end_text < later.start_text) & (self.end < later.start)", f"{ORDER} -k balanced"),
-    (CHECKS, "& (later.follows_another == 1)", "", f"{ORDER} -k restarts"),
+    (CHECKS, "& (later.follows_another == 1)", "", f"{ORDER} -k may_restart"),
     (CHECKS, "(np.diff(x) < 0).any() and", "", f"{ORDER} -k layouts_order"),
     (CHECKS, "and (np.diff(np.sort(x)) == 1).all()", "", f"{ORDER} -k restarts"),
     (CHECKS, "ids = arguments.query_segment_ids\n", "ids = None\n", f"{ORDER} -k plain"),

@@ -216,14 +216,15 @@ def a_call(rng: np.random.Generator) -> Call:
 def packed_calls() -> list[Call]:
     """What most users run: packed documents, causal, with gradients, on both GPU families."""
     calls = []
-    for gpu, layout in itertools.product(GPUS, ("zigzag", "striped:128", "balanced:all")):
+    layouts = "zigzag", "striped:128", "balanced:all"
+    for gpu, layout, dim in itertools.product(GPUS, layouts, (64, 128)):
         tokens, mesh = TOKENS[0], abstract_mesh(gpu, {"seq": 2}, AxisType.Explicit)
         name = f"balanced:{tokens}" if layout in ZONES else layout
         program = valid.Program(
             mesh=mesh, in_context=True, axes={"seq_axis": "seq"}, placed="mesh",
             options={"layout": name, "is_causal": True}, static_table=False, dtype="bfloat16",
             features=frozenset({"is_causal", "segments"}),
-            sizes={"T": 2 * tokens, "S": 2 * tokens, "B": 1, "N": 8, "K": 2, "H": 64, "V": 64},
+            sizes={"T": 2 * tokens, "S": 2 * tokens, "B": 1, "N": 32, "K": 8, "H": dim, "V": dim},
         )  # fmt: skip
         calls.append(Call(program, gpu, "burst_attention", True, layout, tokens))
     return calls
