@@ -72,7 +72,7 @@ PROGRAMS = {
     ),
     "verify": (
         verify.main,
-        ["--model={tmp}", "--mesh=data=2"],
+        ["--model={tmp}", "--mesh=data=2", "--json={tmp}/report.json"],
         MODEL
         | {"--seq-len": ("7", "1025", *NUMBERS), "--seed": NUMBERS}
         | {"--json": ("", "{tmp}", "{tmp}/file/x", "nowhere/x", "x" * 5000)},
