@@ -91,7 +91,7 @@ def placed_runs(lengths: list[int], found: Found, n: int, c: int) -> Runs:
     used = segment > 0
     segment, start, size, index = (x[used] for x in (segment, start, size, index))
     # The low and the high chunk of a piece may be adjacent; a run ends with its shard.
-    joins = (segment[1:] == segment[:-1]) & (index[1:] == index[:-1] + size[:-1])
+    joins = segment[1:] == segment[:-1]
     joins &= (start[1:] == start[:-1] + size[:-1]) & (index[1:] % c != 0)
     first = np.flatnonzero(np.append(True, ~joins)) if len(size) else np.zeros(0, np.int64)
     size = np.add.reduceat(size, first) if len(size) else size

@@ -552,7 +552,6 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "    check_regular(file)\n    try:\n", "    try:\n", "tests/plan/test_plan_hostile.py -k block"),
     ("burst_jax/layouts/balanced.py", "or not any(isinstance(each, bool) for each in given)", "or True",
      "tests/layouts/test_balanced.py -k errors"),
-    ("burst_jax/layouts/documents.py", " & (index[1:] == index[:-1] + size[:-1])", "", "tests/layouts/test_work.py -k arrays"),
     ("burst_jax/layouts/documents.py", "    joins &= (start[1:] == start[:-1] + size[:-1]) & (index[1:] % c != 0)\n", "",
      "tests/layouts/test_work.py -k arrays"),
     ("burst_jax/parallel/mesh_option.py", "min(given.values()) < 1", "min(given.values()) < 0", MESH_OPTION),
