@@ -43,7 +43,7 @@ def cut(x: jax.Array) -> jax.Array:
     return x.reshape(batch, length // CHUNK, CHUNK, heads).transpose(0, 3, 1, 2)
 
 
-def joined(x: jax.Array) -> jax.Array:
+def merged(x: jax.Array) -> jax.Array:
     """Undoes :func:`cut`."""
     batch, heads, chunks, _ = x.shape
     return x.transpose(0, 2, 3, 1).reshape(batch, chunks * CHUNK, heads)

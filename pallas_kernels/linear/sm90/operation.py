@@ -20,7 +20,7 @@ from pallas_kernels.linear.chunks import (
     chunk_vectors,
     cumulative_sum,
     cut,
-    joined,
+    merged,
 )
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
@@ -202,12 +202,12 @@ def _gate_gradients(
     beta = prepared.vectors[..., BETA : BETA + CHUNK]
     updates = by_sum[chunk_gradients.UPDATES]
     if inputs.tokens is None:
-        return joined(log_decay), joined(updates / (beta * beta))
+        return merged(log_decay), merged(updates / (beta * beta))
     # No decay applies to padding, nor to a document's first token.
     valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
     log_decay = jnp.where(valid & ~begins, log_decay, 0)
     beta = jnp.where(valid, updates / jnp.where(valid, beta * beta, 1), 0)
-    return joined(log_decay), joined(beta)
+    return merged(log_decay), merged(beta)
 
 
 def _reverse_inputs(

@@ -246,6 +246,8 @@ def _step(
             write = plgpu.wgmma_accumulator_load(write_acc, wait_n=1)
             du = write * out + plgpu.wgmma_accumulator_load(p_acc, wait_n=None)
             plgpu.wgmma(dv_acc, du.astype(jnp.bfloat16), x)
+            into = along_columns(vectors, INTO)  # Kept, it would take 16 registers more.
+            into = lax.optimization_barrier(into)
             dv = plgpu.wgmma_accumulator_load(dv_acc)
             plgpu.wgmma(state_acc, (-dv * into).astype(jnp.bfloat16), k)
             if results:
