@@ -57,7 +57,7 @@ class Masks(NamedTuple):
     segment_ids: tuple[np.ndarray, np.ndarray]
     lengths: np.ndarray
     window: np.ndarray
-    chunk: np.ndarray
+    chunk: np.ndarray | np.int32
 
     @classmethod
     def of(

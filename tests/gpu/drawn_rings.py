@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ring_draws import Ring, Tables, draw_ring, draw_tables, order_of
 
@@ -97,7 +97,7 @@ def shapes_of(ring: Ring) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the floating arrays, cotangents last."""
     (t, s), (heads, kv_heads), (dim, value_dim) = ring.lengths, ring.heads, ring.head_dims
     batch, dtype = ring.batch, jnp.dtype(ring.dtype)
-    shapes = {
+    shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "query": ((batch, t, heads, dim), dtype), "key": ((batch, s, kv_heads, dim), dtype),
         "value": ((batch, s, kv_heads, value_dim), dtype),
         "do": ((batch, t, heads, value_dim), dtype), "dlse": ((batch, t, heads), jnp.float32),
@@ -138,9 +138,8 @@ class Ordered:
             return np.stack([p.place(row, 0) for p, row in zip(self._placements, x, strict=True)])
         return x[:, self._orders[name in ("key", "value")]]
 
-    def restore(self, name: str, x: jax.Array, empty: Any = 0) -> np.ndarray:
+    def restore(self, name: str, x: np.ndarray, empty: Any = 0) -> np.ndarray:
         """Back. In a balanced layout padding has no place, and must be ``empty``."""
-        x = np.asarray(x)
         if name == "dsinks":
             return x
         if self._placements is None:
@@ -165,7 +164,7 @@ def check(ring: Ring) -> float:
       AssertionError: two runs differ in bits that must be equal.
     """
     mesh, tables, natural = mesh_of(ring), draw_tables(ring), draw_arrays(ring)
-    if tables.placements is not None:
+    if tables.placements is not None and tables.segment_ids is not None:
         # Padding has no place, nor a cotangent.
         natural["dlse"] = np.where(tables.segment_ids[..., None] == 0, 0, natural["dlse"])
     layout, arrays = tables_of_call(ring, tables)
@@ -176,7 +175,7 @@ def check(ring: Ring) -> float:
         for name, x in arrays.items()
     }
     cotangents = arrays.pop("do"), arrays.pop("dlse")
-    call = jax.jit(call_of(ring, mesh, layout), compiler_options=burst_jax.compiler_options())
+    call: Any = jax.jit(call_of(ring, mesh, layout), compiler_options=burst_jax.compiler_options())
     got, again = (jax.device_get(call(arrays, cotangents)) for _ in range(2))
     del arrays, cotangents
     for name in got if ring.options["deterministic"] else ("out", "lse"):
@@ -189,7 +188,7 @@ def check(ring: Ring) -> float:
     return compared(ring, tables, natural, got)
 
 
-def lower(ring: Ring, mesh: Mesh) -> Any:
+def lower(ring: Ring, mesh: Mesh | AbstractMesh) -> Any:
     """The program of a draw, lowered for a mesh of GPUs that need not be here."""
     layout, tables = tables_of_call(ring, draw_tables(ring))
 
@@ -213,7 +212,9 @@ def compared(ring: Ring, tables: Tables, natural: dict[str, Any], got: dict[str,
         return chunked_attention.Masks.of(
             t, s, is_causal=options["is_causal"],
             segment_ids=None if ids is None else (ids[row], ids[row]),
-            lengths=None if of_query is None else (of_query[row], of_key[row]),
+            lengths=None
+            if of_query is None or of_key is None
+            else (of_query[row], of_key[row]),
             local_window_size=options.get("local_window_size", (None, None)),
             attention_chunk_size=options.get("attention_chunk_size"),
         )  # fmt: skip

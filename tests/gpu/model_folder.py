@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import numpy as np
@@ -41,7 +42,7 @@ def compile_quickly() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {options}"
 
 
-def attention_for(dtype: str) -> dict[str, str]:
+def attention_for(dtype: str) -> dict[str, Any]:
     """Options of ``load``: the kernels have no float32, which is what equal tokens need."""
     return {"implementation": "xla"} if dtype == "float32" else {}
 

@@ -8,6 +8,7 @@ import chunked_attention
 import drawn_rings
 import fine_tuning
 import generation
+import jax
 import jax.numpy as jnp
 import lowered_programs
 import model_folder
@@ -142,7 +143,7 @@ def test_drawn_rings_lower_for_a_gpu(gpu, family):
     for index in (4, 7):
         ring = ring_draws.draw_ring(family, index, 2)
         mesh = lowered_programs.abstract_mesh(gpu, ring.axes)
-        with lowered_programs.traced_for(gpu):
+        with lowered_programs.compiling_for(gpu), jax.sharding.use_abstract_mesh(mesh):
             assert "mosaic_gpu" in drawn_rings.lower(ring, mesh).as_text(), ring
 
 

@@ -69,6 +69,11 @@ def abstract_mesh(gpu: str, sizes: dict[str, int], kind: AxisType = AxisType.Aut
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds, abstract_device=device)
 
 
+def compiling_for(gpu: str) -> Any:
+    """A context. Of an abstract device Mosaic GPU assumes that it is Hopper."""
+    return mock.patch.object(utils, "_infer_arch", return_value=GPUS[gpu].capability)
+
+
 def for_gpu(
     gpu: str, mesh: AbstractMesh, function: Any, *shapes: Any, in_context: bool = True,
     lowers: bool = True,
@@ -79,8 +84,7 @@ def for_gpu(
     """
     trace = getattr(function, "trace", None) or jax.jit(function).trace
     context = jax.sharding.use_abstract_mesh(mesh) if in_context else contextlib.nullcontext()
-    # Of an abstract device Mosaic GPU assumes that it is Hopper.
-    with context, mock.patch.object(utils, "_infer_arch", return_value=GPUS[gpu].capability):
+    with context, compiling_for(gpu):
         traced = trace(*shapes)
         if lowers:
             traced.lower(lowering_platforms=("cuda",))
