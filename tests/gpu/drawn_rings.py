@@ -48,7 +48,7 @@ def token_axes(ring: Ring) -> tuple[str, ...]:
     return tuple(name for name in ("outer", "inner", "seq", "ulysses") if name in ring.axes)
 
 
-def call_of(ring: Ring, mesh: Mesh, layout: str) -> Any:
+def call_of(ring: Ring, mesh: Mesh | AbstractMesh, layout: str) -> Any:
     """``f(arrays, cotangents) -> results by name``; ``layout`` is the name that the call has."""
     axes = tuple(name for name in token_axes(ring) if name != "ulysses")
     options: dict[str, Any] = {

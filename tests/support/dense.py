@@ -54,9 +54,11 @@ def largest_errors(do, dlse, *, scale=None, **call):
     :func:`rounding.largest_errors`.
     """
     args, _ = _arguments(do, dlse, **call)
-    (*arrays, keep, do, dlse), rest = args[:6], args[6:]
+    *arrays, keep, do, dlse, soft_cap, numbers, distance, factors, score = args
     query, key, value, do = (np.asarray(x, np.float64) for x in (*arrays, do))
-    run = passes(query, key, value, keep, do, dlse, *rest, scale)
+    run = passes(
+        query, key, value, keep, do, dlse, soft_cap, numbers, distance, factors, score, scale
+    )
     return rounding.largest_errors(run, arrays[0].dtype)
 
 
