@@ -67,7 +67,7 @@ def gated_delta_rule(
       tokens: documents and padding; None without them.
     """
     chunks = _chunks(q, k, v, log_decay, beta, scale, tokens)
-    wide = jnp.promote_types(v.dtype, jnp.float32)
+    wide = _wide(v.dtype)
     product = functools.partial(_product, dtype=v.dtype)
 
     @jax.checkpoint
@@ -88,9 +88,14 @@ def gated_delta_rule(
     return o, last
 
 
+def _wide(dtype: Any) -> Any:
+    """The dtype of states and sums, float32 or wider."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 def _product(spec: str, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     """A product of rounded operands, accumulated in float32 or wider."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = _wide(dtype)
     return jnp.einsum(
         spec,
         x.astype(dtype),
@@ -109,7 +114,7 @@ def _chunks(
     scale: float,
     tokens: Tokens | None,
 ) -> _Chunks:
-    wide = jnp.promote_types(v.dtype, jnp.float32)
+    wide = _wide(v.dtype)
     length = -(-v.shape[1] // CHUNK) * CHUNK
 
     def cut(x: jax.Array) -> jax.Array:
@@ -136,7 +141,7 @@ def _chunks(
     q, k, v, log_decay, beta = map(cut, (q, k, v, log_decay, beta))
     product = functools.partial(_product, dtype=v.dtype)
     kk, qk = (jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q))
-    q, k = (jnp.repeat(x, groups, axis=2) for x in (q, k))
+    q, k = (jnp.repeat(x.astype(wide), groups, axis=2) for x in (q, k))
     total = jnp.cumsum(log_decay, -1)
     difference = jnp.where(connected, total[..., :, None] - total[..., None, :], 0)
     decay = jnp.where(connected, jnp.exp(difference), 0)

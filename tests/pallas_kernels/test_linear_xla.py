@@ -59,6 +59,13 @@ def test_float32_is_as_exact_as_float64(seed):
         assert linear_cases.error(got, want[name]) < tolerance, name
 
 
+def test_bfloat16():
+    case = linear_cases.draw(np.random.default_rng(0), 100, heads=1, head_dim=16)
+    want = linear_cases.truth(case)
+    for name, got in results(case, jnp.bfloat16).items():
+        assert linear_cases.error(got, want[name]) < 2e-2, name
+
+
 def test_float64():
     case, _ = drawn(3)
     want, ids = linear_cases.truth(case), case.ids
