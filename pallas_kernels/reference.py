@@ -48,7 +48,7 @@ def forward(
     batch, length, heads, _ = inputs.query.q.shape
     lse = lse.reshape(batch, heads, length)
     if carry is not None:
-        old = carry[0].astype(jnp.float32), carry[1].swapaxes(1, 2)
+        old = carry[0].astype(o.dtype), carry[1].swapaxes(1, 2)
         o, lse_rows = merge(*old, o, lse.swapaxes(1, 2))
         lse = lse_rows.swapaxes(1, 2)
     return o if out_dtype is None else o.astype(out_dtype), lse

@@ -76,7 +76,7 @@ def forward(
         divisor, lse = softmax.finish(m, total, base="e")
         o = acc / divisor[..., None]
         if carry is not None:
-            o, lse = merge(queries["o"].astype(jnp.float32), queries["lse"], o, lse)
+            o, lse = merge(queries["o"].astype(o.dtype), queries["lse"], o, lse)
         return o if out_dtype is None else o.astype(out_dtype), lse
 
     o, lse = lax.map(query_tile, vary(query_tiles, axes))

@@ -42,7 +42,7 @@ def reference(do, dlse, *, scale=None, **call):
     ``dropout_seeds`` int32 ``[B, N]``, where they are not made of a key. Queries that attend to
     nothing have lse -inf (or their sink), and its cotangent is dropped there.
     """
-    args, largest = _arguments(do, dlse, **call)
+    args, largest = arguments(do, dlse, **call)
     return Reference(truth(*args, scale), one_device(*args, scale), args[3], largest)
 
 
@@ -53,7 +53,7 @@ def largest_errors(do, dlse, *, scale=None, **call):
     few tokens, too, where the error of one device may be 0 by chance. See
     :func:`rounding.largest_errors`.
     """
-    args, _ = _arguments(do, dlse, **call)
+    args, _ = arguments(do, dlse, **call)
     *arrays, keep, do, dlse, soft_cap, numbers, distance, factors, score = args
     query, key, value, do = (np.asarray(x, np.float64) for x in (*arrays, do))
     run = passes(
@@ -62,7 +62,7 @@ def largest_errors(do, dlse, *, scale=None, **call):
     return rounding.largest_errors(run, arrays[0].dtype)
 
 
-def _arguments(
+def arguments(
     do, dlse, *, query, key, value, logits_soft_cap=None, sink_logits=None, alibi_slopes=None,
     score_mod=None, dropout_rate=0.0, dropout_key: Any = None, dropout_seeds=None, **masks,
 ) -> tuple[tuple[Any, ...], float]:  # fmt: skip

@@ -402,7 +402,9 @@ def _of_masks(program: Program, arrays: Arrays) -> dict[str, Any]:
 
 def reference(program: Program, arrays: Arrays, cotangents: Cotangents) -> dense.Reference:
     """Dense attention with the arguments of the call."""
-    call, names = program.options | arrays, {*inspect.signature(dense.reference).parameters}
+    functions_of_call = dense.reference, dense.arguments
+    names = {name for each in functions_of_call for name in inspect.signature(each).parameters}
+    call = program.options | arrays
     call = {name: call[name] for name in names & call.keys()}
     if "traced_scale" in program.features:
         call["scale"] = 0.25
