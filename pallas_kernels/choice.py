@@ -141,10 +141,10 @@ def resolve(
     if chosen is None:
         names = _CANDIDATES if platform == "gpu" else ("xla",)
         candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)
-        chosen = next(x for x in candidates if _obstacle(x, *where) is None)
+        chosen = next(x for x in candidates if obstacle_of(x, *where) is None)
         if chosen is XLA and (compute_capability or 0) >= 8.0:
             _warn(*where)
-    obstacle = _obstacle(chosen, *where)
+    obstacle = obstacle_of(chosen, *where)
     if obstacle is not None:
         raise NotImplementedError(cannot_run(chosen.name, obstacle))
     return chosen
@@ -171,9 +171,9 @@ def _warn(
     runs = (each for each in by_speed if each.unavailable(platform, compute_capability) is None)
     kernels = _variant(next(runs, by_speed[-1]), deterministic, compute_capability)
     call = platform, compute_capability, inputs
-    if backward and _obstacle(kernels, *call, False, deterministic, spec) is not None:
+    if backward and obstacle_of(kernels, *call, False, deterministic, spec) is not None:
         return  # The forward pass has warned.
-    obstacle = _obstacle(kernels, *call, backward, deterministic, spec)
+    obstacle = obstacle_of(kernels, *call, backward, deterministic, spec)
     if obstacle is not None:
         warn_of_xla(kernels.name, obstacle)
 
@@ -191,16 +191,16 @@ def _variant(
     return implementation if variant is None else variant
 
 
-def _obstacle(
+def obstacle_of(
     candidate: Implementation,
     platform: str,
     compute_capability: float | None,
     inputs: AttentionInputs,
     backward: bool,
-    deterministic: bool,
-    spec: AttentionSpec | None,
+    deterministic: bool = False,
+    spec: AttentionSpec | None = None,
 ) -> str | None:
-    """Why a candidate cannot run, or None if it can."""
+    """Why a candidate cannot run, or None if it can; the arguments are those of :func:`resolve`."""
     unavailable = candidate.unavailable(platform, compute_capability)
     if unavailable is not None:
         return unavailable

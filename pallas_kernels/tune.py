@@ -26,8 +26,8 @@ from pallas_kernels import (
     QuerySide,
     mosaic_sm80,
     mosaic_sm90,
-    resolve,
 )
+from pallas_kernels.choice import obstacle_of
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm90.configs import (
@@ -296,13 +296,15 @@ def main() -> None:
     dims = args.shape[-1], args.value_dim
     value = f", Hv = {dims[1]}" if dims[1] != dims[0] else ""
     backend = problem.backend
-    try:
-        resolve(
-            args.implementation, platform="gpu", compute_capability=compute_capability(),
-            inputs=problem.inputs, backward=set(args.kernels) != {"forward"},
-        )  # fmt: skip
-    except NotImplementedError as error:
-        raise SystemExit(f"{error}; or see --implementation, --kernels and --dtype") from error
+    obstacle = obstacle_of(
+        problem.backend.make(), "gpu", compute_capability(), problem.inputs,
+        backward=set(args.kernels) != {"forward"},
+    )  # fmt: skip
+    if obstacle is not None:
+        raise SystemExit(
+            f"implementation {args.implementation!r} cannot run: {obstacle}; see --shape, "
+            "--implementation, --kernels and --dtype"
+        )
     print(f"{device.device_kind}, {args.implementation}, {args.dtype}, B T N K H =", end=" ")
     print(*args.shape, end=f"{value}\n")
     for kernel in args.kernels:

@@ -222,7 +222,7 @@ class TestSearch:
             ("--shape 1 64 2 2 320", "the head dim is 320"),
             (
                 "--shape 1 64 2 2 320 --kernels forward",
-                "it supports 256 at most; or see --implementation",
+                "it supports 256 at most; see --shape, --implementation",
             ),
         ],
     )
