@@ -71,6 +71,21 @@ def test_a_partial_query_tile_attends_where_nothing_is_masked(name, numbers):
     compare.assert_within(got, inputs.reference, inputs.largest_errors)
 
 
+def test_a_draw_in_which_no_score_counts():
+    """As a window over keys that all come before it: zeros are right, and nothing else."""
+    case = PLAIN | {"mask": "window20", "lengths": (496, 96), "numbers": "slopes"}
+    assert not make_inputs(case, 0, batch=1).reference.keep.any()
+    check(case, 0, run_of(case, "xla"))
+
+    def wrong(inputs):
+        results = run_of(case, "xla")(inputs)
+        results[-1] = results[-1] + np.float32(0.1)
+        return results
+
+    with pytest.raises(AssertionError, match="number 0"):
+        check(case, 0, wrong)
+
+
 def test_draws_have_every_kind_of_length_and_mask():
     cases = [draw(seed, "mosaic_sm90") for seed in range(1000)]
     for side in range(2):
