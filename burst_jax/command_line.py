@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import tempfile
@@ -86,13 +87,16 @@ def check_output(path: Path) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} cannot be written: name another file")
-        return
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        reason = f"{shown(str(path))} cannot be written: {error.strerror}"
+        raise OSError(f"{reason}; name another file") from error
 
 
 def file_or_folder(text: str) -> Path:

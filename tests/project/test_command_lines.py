@@ -75,7 +75,7 @@ PROGRAMS = {
         ["--model={tmp}", "--mesh=data=2", "--json={tmp}/report.json"],
         MODEL
         | {"--seq-len": ("7", "1025", *NUMBERS), "--seed": NUMBERS}
-        | {"--json": ("", "{tmp}", "{tmp}/file/x", "nowhere/x", "x" * 5000)},
+        | {"--json": ("", "{tmp}", "{tmp}/file/x", "x" * 5000)},
     ),
     "plan": (
         plan.main,

@@ -90,8 +90,14 @@ def test_a_report_that_cannot_be_written_is_printed(capsys, monkeypatch, tmp_pat
         (["--seed", "-1"], "argument --seed: '-1': it must be an integer from 0 to 4294967295"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         # Before the comparison, which here would find no model.
-        (["--json", "/dev/null/report.json"], "--json: [Errno 17] File exists: '/dev/null'"),
-        (["--json", "/proc/report.json"], "--json: [Errno 2] No such file or directory: '/proc/"),
+        (
+            ["--json", "/dev/null/report.json"],
+            "--json: '/dev/null/report.json' cannot be written",
+        ),
+        (
+            ["--json", "/proc/report.json"],
+            "--json: '/proc/report.json' cannot be written: ",
+        ),
         (["--json", "/"], "--json: / is a folder: name a file in it"),
     ],
 )
