@@ -281,7 +281,7 @@ def a_step(rng: np.random.Generator) -> Step:
         # Half of the attention is recomputed only if the other half does not attend to it.
         if name == "prefixes" and "remat_half" in features:
             continue
-        if name == "remat_half" and "prefixes" in features:
+        if name == "remat_half" and ("prefixes" in features or layout == "contiguous"):
             continue
         if layout not in ZONES or name not in ("prefixes", "remat_half"):
             features.add(name)
