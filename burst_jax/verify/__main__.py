@@ -65,6 +65,7 @@ def _parser() -> Parser:
         help="dtype of weights and computation (default: that of config.json)",
     )  # fmt: skip
     add("--implementation", choices=NAMES, help="attention kernels (default: the fastest)")
+    add("--ignore", nargs="+", default=[], metavar="KEY", help="keys of config.json and tensors")
     add("--loss-only", action="store_true", help="compare no gradients: less time and memory")
     add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the documents (default: 0)")
     add("--json", type=Path, metavar="FILE", help="also write the report here")
@@ -103,7 +104,10 @@ def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
     rules = ShardingRules.of(mesh)
     options: dict[str, Any] = {"rules": rules, "implementation": args.implementation}
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    model = load(args.model, mesh=mesh, layout=_of_any_zone(args.layout), dtype=dtype, **options)
+    model = load(
+        args.model, mesh=mesh, layout=_of_any_zone(args.layout), dtype=dtype, ignore=args.ignore,
+        **options,
+    )  # fmt: skip
     config, params = model.config, nnx.split(model)[1]
     batch = random_batch(args.batch, args.seq_len, config.vocab_size, args.seed)
     layout = args.layout

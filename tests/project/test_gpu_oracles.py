@@ -128,7 +128,7 @@ def test_wrong_answers_are_noticed():
     assert not missed
 
 
-def test_rings_of_every_layout_on_two_devices():
+def test_drawn_rings_on_two_devices():
     """Right, with sinks and padding, and the ring that ``--only`` repeats is the same one."""
     found = [ring_draws.draw_ring("xla", i, 2, (96, 160)) for i in range(4, 7)]
     assert found[0].layout == "balanced"
@@ -136,6 +136,14 @@ def test_rings_of_every_layout_on_two_devices():
     for ring in found:
         assert drawn_rings.check(ring) <= 1, ring
     assert ring_draws.draw_ring("xla", 6, 2, (96, 160)) == found[2]
+
+
+@pytest.mark.slow
+def test_drawn_rings_in_stripes_on_two_devices():
+    found = [ring_draws.draw_ring("xla", i, 2, (128, 256)) for i in (7, 8)]
+    assert [ring.layout for ring in found] == ["striped", "striped:128"]
+    for ring in found:
+        assert drawn_rings.check(ring) <= 1, ring
 
 
 @pytest.mark.parametrize(("gpu", "family"), [("h100", "mosaic_sm90"), ("a100", "mosaic_sm80")])

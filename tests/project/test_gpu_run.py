@@ -47,7 +47,7 @@ def test_every_part_has_a_line_with_its_figures(tmp_path):
     assert len(lines) == len(found) == 3
     assert "passed" in found["rings"]
     assert found["rings"].endswith(" s  7 rings, error 0.5")
-    assert found["training"].endswith(" s  perplexities differ by 1.5e-06")
+    assert found["training"].endswith(" s  1 comparisons, perplexities differ by 1.5e-06")
     assert found["local"].endswith(" s  40 programs, 2 wrong")
 
 
@@ -80,7 +80,7 @@ def test_a_part_and_its_children_end_at_their_limit(tmp_path):
     assert status == gpu_run.FAILED
     assert lines[-2:] == ["  ended after 3 s, its limit; the end of its output:", "  | began"]
     state = Path(f"/proc/{child.read_text()}/status")
-    # Dead, or a zombie that this container's first process has not collected.
+    # Dead, or a zombie that its new parent has not collected.
     assert not state.exists() or "State:\tZ" in state.read_text()
 
 

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from burst_jax.models import add_lora, load, load_adapter, save_adapter
 from burst_jax.plan import __main__ as planner
+from burst_jax.verify import __main__ as verify
 
 ROOT = Path(__file__).parents[2]
 IDS = hf_models.TOKENS[:90]
@@ -239,7 +240,7 @@ def test_a_script_names_all_libraries_that_it_lacks():
         assert f"`{extra}`" in (ROOT / "docs" / "hugging-face.md").read_text()
 
 
-def test_unknown_keys_are_passed_to_ignore(folder, documents, tmp_path, capsys):
+def test_unknown_keys_are_passed_to_ignore(folder, documents, tmp_path, capsys, monkeypatch):
     """By each command line that reads a config.json; without it the message names the flag."""
     other = tmp_path / "model"
     shutil.copytree(folder, other)
@@ -261,14 +262,18 @@ def test_unknown_keys_are_passed_to_ignore(folder, documents, tmp_path, capsys):
         with pytest.raises(NotImplementedError, match=r"on a command line --ignore new_key other"):
             call(["--model", str(other)])
         call(["--model", str(other), "--ignore", "new_key", "other_key"])
-    with pytest.raises(SystemExit, match="2"):
-        planner.main(plan)
-    assert "--ignore new_key other_key" in capsys.readouterr().err
+    for main, words in ((planner.main, plan), (verify.main, ["--model", str(other)])):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert "--ignore new_key other_key" in capsys.readouterr().err
     planner.main([*plan, "--ignore", "new_key", "other_key"])
     printed = capsys.readouterr().out
     assert 'param_dtype=jnp.float32, ignore=("new_key", "other_key"))' in printed
     assert f"train_lm.py --model {other} --ignore new_key other_key --data DATA" in printed
     assert "the same in a shell, in a checkout of burst-jax:" in printed
+    monkeypatch.setattr(verify, "load", lambda *_, ignore, **__: pytest.fail(f"with {ignore}"))
+    with pytest.raises(pytest.fail.Exception, match=r"with \['new_key', 'other_key'\]"):
+        verify.main(["--model", str(other), "--ignore", "new_key", "other_key"])
 
 
 # --- mistakes ------------------------------------------------------------------------------------

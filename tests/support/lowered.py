@@ -7,18 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import local
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from lowered_programs import abstract_mesh, compiling_for
 
-GPUS = {"mosaic_sm80": "NVIDIA A100", "mosaic_sm90": "NVIDIA H100"}
+GPUS = {"mosaic_sm80": "a100", "mosaic_sm90": "h100"}
 
 
 def lower(implementation: Any, spec: Any, *, dim: int = 64, length: int = 128) -> None:
     """Lowers the forward and the backward pass of one head; raises what lowering raises."""
-    mesh = AbstractMesh(
-        (1,), ("x",), axis_types=(AxisType.Auto,),
-        abstract_device=AbstractDevice(GPUS[implementation.name], None, "gpu"),
-    )  # fmt: skip
+    gpu = GPUS[implementation.name]
     x = jax.ShapeDtypeStruct((1, length, 1, dim), jnp.bfloat16)
     stats = jax.ShapeDtypeStruct((2, 1, 1, length), jnp.float32)
 
@@ -32,5 +29,5 @@ def lower(implementation: Any, spec: Any, *, dim: int = 64, length: int = 128) -
         return o, lse, implementation.backward(given, tiles, None, None, spec=spec)
 
     run = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(gpu, {"x": 1})), compiling_for(gpu):
         jax.jit(run).trace(x, x, x, x, stats).lower(lowering_platforms=("cuda",))
