@@ -21,6 +21,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f". Did you mean {close[0]!r}?" if close else ""
 
 
+# Sequences of a batch, each of which is packed from a stream of its own.
+MAX_BATCH = 2**20
+
+
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """``value`` as a Python int.
 

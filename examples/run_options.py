@@ -15,8 +15,7 @@ from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 
 from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.data.loader import MAX_BATCH
-from burst_jax.errors import did_you_mean
+from burst_jax.errors import MAX_BATCH, did_you_mean
 from burst_jax.layouts.permutation import LAYOUTS, padded_length
 from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat

@@ -45,8 +45,8 @@ class LocalArguments:
         order; replaces the layout's positions and ``query_offset``.
       key_value_positions: integers ``[S]``, in a balanced layout ``[B, S]``, the same for keys.
         Positions are between -2^30 and 2^30; traced ones are not checked, and int64 ones wrap.
-        ``alibi_slopes``, ``score_mod``,
-        ``mask_mod`` and dropout need positions that are equal in all sequences.
+        ``alibi_slopes``, ``score_mod``, ``mask_mod`` and dropout need positions that are equal in
+        all sequences.
       is_causal: a query attends to keys at its own and earlier positions only. Default False.
       scale: factor on the logits, a Python number. None is ``1 / sqrt(H)``. To apply a traced
         factor, multiply the query by it and pass ``scale=1.0``.

@@ -85,7 +85,7 @@ def check_positions(
     """``x``, with NaN in the sequences whose positions contradict the layout.
 
     RoPE takes positions from the model, and masks take them from the layout. With an ``arange`` for
-    tokens in the zigzag layout the loss falls all the same, of a model of text in the wrong order.
+    tokens in the zigzag layout the loss still falls, but the model learns text in the wrong order.
     :class:`burst_jax.BurstAttention` and :class:`burst_jax.models.Decoder` check this. A model that
     calls :func:`burst_jax.burst_attention` itself can check it once, where it makes its RoPE::
 
@@ -361,7 +361,9 @@ def _is_permuted(positions: np.ndarray, segments: np.ndarray, text: np.ndarray) 
     """The third rule: bool ``[rows]``; ``text`` is the index of each token in its text."""
     order = np.argsort(text)
     shape = np.broadcast_shapes(positions.shape, segments.shape)
-    places, ids = (np.broadcast_to(x, shape)[:, order] for x in (positions, segments))
+    # Differences of unsigned integers would wrap.
+    signed = positions.astype(np.int64)
+    places, ids = (np.broadcast_to(x, shape)[:, order] for x in (signed, segments))
 
     def of_row(places: np.ndarray, ids: np.ndarray) -> bool:
         by_segment = np.argsort(ids, kind="stable")[np.count_nonzero(ids == 0) :]

@@ -24,7 +24,7 @@ from burst_jax.data.packing import (
     stream_states,
 )
 from burst_jax.data.tokens import ByteTokens, Tokenizer
-from burst_jax.errors import check_integer, first_of, printable, shown
+from burst_jax.errors import MAX_BATCH, check_integer, first_of, printable, shown
 from burst_jax.parallel.processes import gather_json
 
 type State = dict[str, Any]
@@ -48,10 +48,6 @@ class Rows(TypedDict):
 
     rows: np.ndarray
     segment_ids: np.ndarray | None
-
-
-# Sequences of a batch, each of which is packed from a stream of its own.
-MAX_BATCH = 2**20
 
 
 class Loader(Iterator[Rows]):

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from burst_jax.array_files import map_array
 from burst_jax.errors import first_of, printable
 from burst_jax.json_files import check_regular, parse
 
@@ -211,24 +212,6 @@ def _offsets(file: Path, ids: np.ndarray) -> np.ndarray:
             "save_tokens"
         )
     return offsets
-
-
-def map_array(file: Path) -> np.ndarray:
-    """The array in a file of ``numpy.save``, memory-mapped.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is no regular file, or holds something else.
-    """
-    check_regular(file)
-    try:
-        return np.lib.format.open_memmap(file, mode="r")
-    # The header is parsed as Python, and its shape may be anything.
-    except Exception as error:
-        raise ValueError(
-            f"{printable(file)} is no array of numpy.save ({printable(error)[:200]}): write it "
-            "with numpy.save"
-        ) from None
 
 
 def _integers(file: Path) -> np.ndarray:

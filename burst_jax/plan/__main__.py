@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from burst_jax.command_line import Parser, integer, number
-from burst_jax.data.readers import map_array
+from burst_jax.array_files import map_array
+from burst_jax.command_line import Parser, check_output, file_or_folder, integer, number
 from burst_jax.errors import did_you_mean, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.layers.rope import Llama3Rope, YarnRope
@@ -139,7 +139,10 @@ def _parser() -> tuple[Parser, _Options]:
         add("--full", action="store_false", default=None, dest="is_causal", help="no causal mask"),
         add("--window", type=tokens, help="local_window_size, to the left"),
         add("--chunk", type=tokens, dest="attention_chunk_size", help="attention_chunk_size"),
-        add("--block-mask", type=Path, metavar="FILE.npy", help="block-sparse mask, by numpy.save"),
+        add(
+            "--block-mask", type=file_or_folder, metavar="FILE.npy",
+            help="block-sparse mask, by numpy.save",
+        ),
     ]  # fmt: skip
     parser.add_argument("--model", help=f"a checkpoint folder, or {', '.join(SHAPES)}")
     add = parser.add_argument_group("a training step, of --model").add_argument
@@ -157,7 +160,7 @@ def _parser() -> tuple[Parser, _Options]:
         ),
     ]  # fmt: skip
     parser.add_argument(
-        "--documents", type=Path, metavar="FILE.json",
+        "--documents", type=file_or_folder, metavar="FILE.json",
         help="the document lengths of every sequence on one ring, [[900, 300], [1200]]: compares "
         "layouts and ring sizes",
     )  # fmt: skip
@@ -181,6 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"{action.option_strings[0]} {why}")
     cluster = {"hosts": args.hosts, "gpus_per_host": args.gpus_per_host}
     general = {action.dest: getattr(args, action.dest) for action in options.general}
+    if args.json not in (None, Path("-")):
+        try:
+            check_output(args.json)
+        except OSError as error:
+            parser.error(f"--json: {error}")
     try:
         if args.documents is not None:
             found = documents(_lengths(args.documents), length=args.length, **cluster)
@@ -233,13 +241,16 @@ def _attention(cluster: dict[str, Any], given: dict[str, Any]) -> AttentionPlan:
     if "window" in given:
         given["local_window_size"] = given.pop("window"), 0
     if "block_mask" in given:
-        given["block_mask"] = map_array(given["block_mask"])
+        try:
+            given["block_mask"] = map_array(given["block_mask"])
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--block-mask: {error}") from error
     return attention(**cluster | {"num_heads": 32} | given)
 
 
 def _config(model: str, length: int, ignore: Sequence[str]) -> DecoderConfig:
     """The decoder of ``--model``; warns as examples/train_lm.py does about a longer ``length``."""
-    if not Path(model).is_dir():
+    if not model or not Path(model).is_dir():
         config = config_of(model)
         if ignore:
             raise ValueError(f"--ignore is {shlex.join(ignore)}: it needs a folder as --model")

@@ -82,11 +82,11 @@ class LocalForward:
     def __call__(
         self, offset: Offset, kv: KVSide, carry: Carry | None, *, steps_left: int
     ) -> Carry:
-        """``(out, lse)`` over these keys and the ``carry`` of earlier steps, in float32.
+        """``(out, lse)`` over these keys and the ``carry`` of earlier steps.
 
-        In the last two steps ``out`` has the query's dtype: the last one then reads and writes half
-        of the bytes, and skips the queries that attend to none of its keys. That rounds what is
-        merged once more, however many steps there are.
+        lse is float32. out is float32, too, except in the last two steps, where it has the query's
+        dtype: the last step then updates 16-bit results in place, and skips queries that attend to
+        none of its keys. So out is rounded twice in rings of two or more steps.
         """
         return self._forward(
             self._inputs_at(offset, kv),

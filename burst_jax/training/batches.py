@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.validation import check_array, to_int32
-from burst_jax.data.loader import MAX_BATCH
-from burst_jax.errors import check_integer
+from burst_jax.errors import MAX_BATCH, check_integer
 from burst_jax.layouts.documents import place_documents
 from burst_jax.layouts.permutation import (
     Layout,

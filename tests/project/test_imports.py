@@ -22,8 +22,8 @@ PACKAGES = (
     *(
         f"burst_jax.{name}"
         for name in (
-            *("errors", "json_files", "command_line", "jax_compat", "parallel", "layouts", "ring"),
-            *("attention", "layers", "models"),
+            *("errors", "json_files", "array_files", "command_line", "jax_compat", "parallel"),
+            *("layouts", "ring", "attention", "layers", "models"),
             *("data", "training", "serving", "plan", "verify"),
         )
     ),
@@ -102,6 +102,16 @@ except AttributeError as error:
     modules, error = ran.stdout.splitlines()
     imported = modules.split()
     assert "pallas_kernels.choice" in imported
+    # What needs no extra: not even their packages.
+    script = """
+import sys
+import burst_jax.training, burst_jax.plan.__main__, burst_jax.verify.__main__, burst_jax.serving
+print(*{"burst_jax.data", "grain", "tokenizers", "safetensors", "qwix"} & set(sys.modules))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("\n", "")
     assert len(imported) < 70, imported
     own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
     assert len(imported) - len(own) < 5, imported

@@ -249,7 +249,7 @@ def _check_keys(
             wrong[_NAMED:] = [f"and {len(wrong) - _NAMED} more"]
         raise NotImplementedError(
             f"{printable(path)}, model_type {model_type!r}: {'; '.join(wrong)}. If a key does not "
-            f"change the computation, {ignoring(unknown[:_NAMED])}"
+            f"change the computation, {ignoring(unknown)}"
         )
 
 

@@ -46,8 +46,8 @@ def load_config(
 ) -> DecoderConfig:
     """The config of the decoder that :func:`load` returns, with the same arguments.
 
-    It is that of ``config.json``. Weights need not be there; if they are, an output projection next
-    to a tied embedding is compared with it, as in :func:`load`.
+    It is that of ``config.json``. Weights and the library safetensors need not be there; if they
+    are, an output projection next to a tied embedding is compared with it, as in :func:`load`.
     """
     folder = Path(folder)
     config, family, multimodal = read_config(
@@ -124,9 +124,9 @@ def load(
     if tied and not config.tie_embeddings:
         warnings.warn(
             f"{printable(folder)} has tie_word_embeddings true, and its {head_name(family)} "
-            "differs from the embedding: they are not tied, as in transformers. Set "
-            "tie_word_embeddings to false in its config.json, or to use the embedding "
-            f"{ignoring([head_name(family)])}",
+            "differs from the embedding: they are loaded untied, as in transformers. To silence "
+            "this, set tie_word_embeddings to false in its config.json; to use the embedding for "
+            f"both, {ignoring([head_name(family)])}",
             UntiedHead,
             stacklevel=2,
         )
