@@ -232,9 +232,17 @@ class _Search:
         return [self._in_chunks(dataclasses.replace(strategy, remat_layers=count))]
 
     def _in_chunks(self, strategy: TrainingStrategy) -> StepEstimate:
-        """With the fewest chunks of the feed-forward that fit, or else with the least memory."""
+        """With the fewest chunks of the feed-forward that surely fit, or that fit.
+
+        Else with the least memory. A chunk more takes less time than the memory's error is worth.
+        """
         options = list(self._chunked(strategy))
-        fitting = [option for option in options if fits(option[1], self.cluster)]
+        fitting = [
+            option
+            for fit in (surely_fits, fits)
+            for option in options
+            if fit(option[1], self.cluster)
+        ]
         best, memory = fitting[0] if fitting else min(options, key=lambda each: each[1].total)
         attentions = [self._attention[kind] for kind in self.config.layer_kinds]
         seconds = step_seconds(

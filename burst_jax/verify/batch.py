@@ -177,8 +177,9 @@ def balanced(
 
 
 def wrong_order(
-    own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int
-) -> list[str]:
+    own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int,
+    segment_names: set[str],
+) -> list[str]:  # fmt: skip
     """A sentence about the arrays of a loader's batch that are not in the layout, if there are.
 
     Args:
@@ -188,11 +189,12 @@ def wrong_order(
       sizes: of the batch.
       layout: the layout.
       num_shards: number of shards.
+      segment_names: of the arrays that attention gets as segment ids.
     """
     if own is None:
         return []
     is_padding = None
-    if zone_size(layout) is not None and (found := segment_ids_of(wanted, sizes, set())):
+    if zone_size(layout) is not None and (found := segment_ids_of(wanted, sizes, segment_names)):
         is_padding = found[1] == 0  # A loader may put anything there.
     names = _unlike(own, wanted, is_padding)
     if not names:

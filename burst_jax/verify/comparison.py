@@ -181,7 +181,7 @@ class _Comparison:
         # What is wrong with it is reported, and the losses get the batch in the layout.
         self.wrong_order = batches.wrong_order(
             own, batches.in_layout(self.batch, self.sizes, self.index), original, self.sizes,
-            layout, self.shards,
+            layout, self.shards, names,
         )  # fmt: skip
         self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis, self.index)
         self.names = [path_name(path) for path, x in _leaves(self.one.params) if _is_float(x)]

@@ -192,7 +192,7 @@ def test_a_loader_that_permutes():
     assert problem == f"{where} the zigzag layout over 4 shards: {remedy}"
     sizes = batches.sizes_of(packed(), 2, "zigzag")
     wanted = batches.in_layout(packed(), sizes, batches.index_of("zigzag", sizes, 2))
-    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, "zigzag", 2)
+    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, "zigzag", 2, set())
     assert problem == f"{where} natural order: {remedy}"
 
 
