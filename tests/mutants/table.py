@@ -549,7 +549,7 @@ MUTANTS = [
      "sum(each.seconds for each in attentions)\n    return", f"{RECOMMENDATION} -k final"),
     ("burst_jax/plan/documents_plan.py", "if sum(found) > length:", "if sum(found) > 2 * length:", "tests/plan/test_documents_plan.py"),
     ("burst_jax/plan/attention_plan.py", "length > _MOST_CHUNKS * chunk > 0", "False", f"{PLAN} -k bad_input"),
-    ("burst_jax/data/readers.py", "    check_regular(file)\n    try:\n", "    try:\n", "tests/plan/test_plan_hostile.py -k block"),
+    ("burst_jax/array_files.py", "    check_regular(file)\n    try:\n", "    try:\n", "tests/plan/test_plan_hostile.py -k block"),
     ("burst_jax/layouts/balanced.py", "or not any(isinstance(each, bool) for each in given)", "or True",
      "tests/layouts/test_balanced.py -k errors"),
     ("burst_jax/layouts/documents.py", "    joins &= (start[1:] == start[:-1] + size[:-1]) & (index[1:] % c != 0)\n", "",
