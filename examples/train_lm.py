@@ -78,11 +78,11 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 # rate and dtype may change.
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
-    "seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype",
+    "seq_len", "batch", "text_key", "packing", "steps", "seed", "model", "moment_dtype",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 # Arguments that old checkpoints lack.
-IMPLIED = {"moment_dtype": "float32"}
+IMPLIED = {"moment_dtype": "float32", "text_key": "text"}
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.

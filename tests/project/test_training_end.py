@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import run_batches
+import run_evaluation
 import run_options
 import train_lm
 from data_files import write_words
@@ -135,6 +136,44 @@ def test_the_last_evaluation_is_optional_and_fits(
     summary = json.loads((tmp_path / "summary.json").read_text())
     present = {name for name in ("ring", "one_device") if summary[name] is not None}
     assert present == {"": set(), "2": {"ring"}, "21": {"ring", "one_device"}}[evaluated]
+
+
+def test_a_mesh_of_one_device_has_the_weights_already():
+    stats = {"bytes_limit": 2**20, "bytes_in_use": 0}
+    devices = np.array([types.SimpleNamespace(memory_stats=lambda: stats)])
+    args: Any = types.SimpleNamespace(batch=1, seq_len=64)
+    params: Any = {"w": np.zeros(2**20, np.float32)}
+    for size, lacks in ((1, False), (2, True)):
+        mesh = types.SimpleNamespace(size=size, devices=devices)
+        run: Any = types.SimpleNamespace(mesh=mesh, config=SMALL)
+        for reason in run_evaluation.lacking_memory(args, run, params):
+            assert ("it needs about 0.0 GiB" in reason) == lacks
+    args.seq_len = 2**20  # The batch still needs memory.
+    run = types.SimpleNamespace(mesh=types.SimpleNamespace(size=1, devices=devices), config=SMALL)
+    assert list(map(bool, run_evaluation.lacking_memory(args, run, params))) == [False, True]
+
+
+@pytest.mark.parametrize("option", ["--eval-batches=0", "--one-device=never"])
+def test_the_rehearsal_samples_on_one_device_that_evaluates_nothing(
+    corpus, tmp_path, monkeypatch, option
+):
+    given = arguments(corpus, tmp_path, "--mesh=fsdp=2", option)
+    args, _ = run_options.parse_args([*given, "--implementation=mosaic_sm90"])
+    with pytest.raises(NotImplementedError, match="so evaluation and sampling after"):
+        run_evaluation.rehearse(args, run_options.prepare(args))
+    args, _ = run_options.parse_args([*given, "--implementation=xla"])
+    run, trace, traced = run_options.prepare(args), jax.eval_shape, []
+
+    def recorded(function, *arrays):
+        traced.append(arrays)
+        return trace(function, *arrays)
+
+    monkeypatch.setattr(jax, "eval_shape", recorded)
+    run_evaluation.rehearse(args, run)
+    params, prompt = traced[-1]
+    # One device's, not those of the run's mesh.
+    assert {x.sharding for x in jax.tree.leaves(params)} == {None}
+    assert prompt.shape == (args.seq_len,)  # Shorter than the longest prompt.
 
 
 def test_the_steps_of_a_balanced_run_are_compiled_ahead():
