@@ -272,8 +272,8 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
         for step, limit in ((2, 0), (2, 1 << 20), (3, 1 << 20)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             message = (
-                rf"checkpoint {step} could not be written to {tmp_path}: .*File too large; the last "
-                "good one is 1. Free disk space, or use another folder$"
+                rf"checkpoint {step} could not be written to {tmp_path}: .*File too large; the "
+                "last good one is 1. Free disk space, or use another folder$"
             )
             with pytest.raises(CheckpointError, match=message), contextlib.closing(writer):
                 writer.save(step, large)
