@@ -517,7 +517,7 @@ MUTANTS = [
     ("burst_jax/data/corpus.py", "if not str(path):", "if False:", "tests/data/test_data_errors.py -k bad_files"),
     ("examples/run_options.py", "not least <= value <= most", "value < least",
      "tests/project/test_command_lines.py -k train_lm"),
-    ("examples/train_lm.py", "if not math.isfinite(norm):", "if norm != norm:",
+    ("examples/train_lm.py", "if not math.isfinite(norm):\n        raise", "if norm != norm:\n        raise",
      "tests/project/test_training_end.py -k finite"),
     ("examples/train_lm.py", "if evaluates and no_batch:\n        say", "if False:\n        say",
      "tests/project/test_training_end.py -k optional"),
