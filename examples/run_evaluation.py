@@ -41,13 +41,14 @@ def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: 
 def lacking_memory(args: argparse.Namespace, run: RunConfig, params: nnx.State) -> tuple[str, str]:
     """Why one device can hold neither the weights, nor evaluate a batch; "" where it can.
 
-    Devices that do not report their memory, like CPUs, have enough.
+    Devices that do not report their memory, like CPUs, have enough. A mesh of one device is that
+    device, which has the weights already.
     """
     stats = run.mesh.devices.flat[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return "", ""
     free = stats["bytes_limit"] - stats["bytes_in_use"]
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    weights = 0 if run.mesh.size == 1 else sum(x.nbytes for x in jax.tree.leaves(params))
     batch = evaluation_memory(run.config, args.batch * args.seq_len)
 
     def reason(needed: int) -> str:
@@ -77,20 +78,27 @@ def sample(
     return jax.lax.scan(next_token, prompt, jax.random.split(key, length))[1]
 
 
-def sampler(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> nnx.GraphDef:
-    """Graph definition of the decoder for :func:`sample`, with tokens in natural order."""
+def sampler(args: argparse.Namespace, run: RunConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph definition and abstract weights of the decoder for :func:`sample`.
+
+    Tokens are in natural order.
+    """
     # --mlp-chunks need not divide the short context.
     config = dataclasses.replace(run.config, mlp_chunks=1)
-    return abstract_decoder(config, mesh=mesh, implementation=args.implementation)[0]
+    return abstract_decoder(config, mesh=mesh, implementation=args.implementation)
+
+
+def context(args: argparse.Namespace) -> int:
+    """Length of the prompt of :func:`sample`."""
+    return min(SAMPLE_CONTEXT, args.seq_len)
 
 
 def show_sample(args: argparse.Namespace, run: RunConfig, mesh: Mesh, params: nnx.State) -> str:
     """Samples a continuation of the held-out text's beginning, on one device."""
-    context = min(SAMPLE_CONTEXT, args.seq_len)
     with make_loader(args, run, run.held_out) as loader:
-        prompt = next(loader)["rows"][0, :context]
+        prompt = next(loader)["rows"][0, : context(args)]
     drawn = sample(
-        sampler(args, run, mesh),
+        sampler(args, run, mesh)[0],
         params,
         jnp.asarray(prompt),
         args.sample_tokens,
@@ -128,8 +136,8 @@ def rehearse(args: argparse.Namespace, run: RunConfig) -> None:
             graphdef, params = abstract_decoder(run.config, mesh=each, **options)
             jax.eval_shape(make_eval_step(graphdef), params, batch)
         if alone and args.sample_tokens > 0:
-            graphdef, prompt = sampler(args, run, one), np.zeros(SAMPLE_CONTEXT, np.int32)
-            key = jax.random.key(0)
+            graphdef, params = sampler(args, run, one)
+            prompt, key = np.zeros(context(args), np.int32), jax.random.key(0)
             jax.eval_shape(lambda *given: sample(graphdef, *given, 1, key), params, prompt)
     except NotImplementedError as error:
         raise NotImplementedError(

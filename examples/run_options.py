@@ -36,8 +36,9 @@ AT_LEAST_1 = (
     "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile", "eval_batches")
-# Larger than any use. A sample is one program, a batch has a stream of documents per sequence.
-AT_MOST = {"batch": MAX_BATCH, "sample_tokens": 2**20}
+# A seed has 32 bits. The others are larger than any use: a sample is one program, a batch has a
+# stream of documents per sequence.
+AT_MOST = {"batch": MAX_BATCH, "sample_tokens": 2**20, "seed": 2**32 - 1}
 POSITIVE = ("lr", "stall_timeout", "lora_alpha")
 # Arguments that may differ between the processes of a run.
 OF_A_PROCESS = (
@@ -231,9 +232,8 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             value = getattr(args, name)
             most = AT_MOST.get(name, 2**31 - 1)
             if value is not None and not least <= value <= most:
-                raise ValueError(
-                    f"{flag(name)} is {value}: it must be at least {least}, and at most {most}"
-                )
+                bound = f"least {least}" if value < least else f"most {most}"
+                raise ValueError(f"{flag(name)} is {value}: it must be at {bound}")
     for name in POSITIVE:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:

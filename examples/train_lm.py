@@ -78,11 +78,11 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 # rate and dtype may change.
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
-    "seq_len", "batch", "packing", "steps", "seed", "model", "moment_dtype",
+    "seq_len", "batch", "text_key", "packing", "steps", "seed", "model", "moment_dtype",
     "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
 # Arguments that old checkpoints lack.
-IMPLIED = {"moment_dtype": "float32"}
+IMPLIED = {"moment_dtype": "float32", "text_key": "text"}
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -158,12 +158,17 @@ def check_metrics(args: argparse.Namespace, restored: Restored) -> None:
         )
 
 
+def weights_norm(params: nnx.State) -> float:
+    """The norm of the weights; not finite if one of them is not."""
+    return float(jax.jit(global_norm)(params))
+
+
 def check_weights(step: int, params: nnx.State, checkpoints: Checkpoints) -> None:
     """Raises NonFinite: the last step's loss does not see what it has made of the weights.
 
     Their norm is infinite, too, if they are so large that the next loss would be.
     """
-    norm = float(jax.jit(global_norm)(split_trained(params)[0]))
+    norm = weights_norm(split_trained(params)[0])
     if not math.isfinite(norm):
         raise NonFinite(step, {"the norm of the weights": norm}, checkpoints)
 
@@ -300,17 +305,25 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
         single = on_one_device(args, run, params, ring)
         write_summary(args, summary | {"one_device": None if single is None else single._asdict()})
     if ring is not None and not math.isfinite(ring.nll):
-        print(
-            f"error: the held-out loss is {ring.nll}, though the weights are finite: --eval-dtype "
-            f"is {args.eval_dtype}, try float32, or train with a lower --lr",
-            file=sys.stderr,
-        )
+        # All processes compute the norm.
+        message = not_finite(ring.nll, args.eval_dtype, weights_norm(params))
+        print(f"error: {message}", file=sys.stderr)
         return 1
     tolerance = TOLERANCE[args.eval_dtype]
     if ring is not None and single is not None and not difference(ring, single) <= tolerance:
         print(f"error: the perplexities differ by more than {tolerance}", file=sys.stderr)
         return 1
     return 0
+
+
+def not_finite(loss: float, dtype: str, norm: float) -> str:
+    """What is wrong if the held-out loss is not finite, by the norm of the weights."""
+    found, remedy = f"the held-out loss is {loss}", "train with a lower --lr"
+    if not math.isfinite(norm):
+        return f"{found}, and the norm of the weights {norm}: {remedy}"
+    if dtype != "float32":
+        remedy = f"--eval-dtype is {dtype}, try float32, or {remedy}"
+    return f"{found}, though the weights are finite: {remedy}"
 
 
 def on_one_device(
@@ -322,8 +335,10 @@ def on_one_device(
     evaluates = ring is not None and args.one_device != "never"
     if evaluates and no_batch:
         say(f"  one device         left out: {no_batch}")
-    samples = args.sample_tokens > 0 and not no_weights
-    evaluates = evaluates and not no_batch
+    samples = args.sample_tokens > 0
+    if samples and no_weights:
+        say(f"  sample             left out: {no_weights}")
+    evaluates, samples = evaluates and not no_batch, samples and not no_weights
     if not (evaluates or samples):
         return None
     params = jax.device_put(params, NamedSharding(one, PartitionSpec()))
@@ -337,13 +352,21 @@ def on_one_device(
 
 
 def difference(a: Evaluation, b: Evaluation) -> float:
-    """The relative difference of two perplexities; NaN if both are infinite."""
-    return abs(a.perplexity / b.perplexity - 1)
+    """The relative difference of two perplexities, which may be infinite; NaN if a loss is."""
+    # expm1 raises beyond the largest float.
+    return abs(math.expm1(min(a.nll - b.nll, 700.0)))
 
 
 def write_summary(args: argparse.Namespace, summary: dict[str, Any]) -> None:
-    """Writes ``summary.json``."""
-    replace_file(args.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    """Writes ``summary.json``; null is a number that is not finite, which JSON lacks."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: known(each) for name, each in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    text = json.dumps(known(summary), indent=1, allow_nan=False)
+    replace_file(args.out / "summary.json", text + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

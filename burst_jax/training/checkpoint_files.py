@@ -209,9 +209,9 @@ def begin(folder: Path, step: int) -> None:
       ValueError: orbax' temporary folder of this step exists, so it is another program's.
       OSError: the note cannot be written.
     """
-    for path in _incomplete(folder, step):
+    if found := _incomplete(folder, step):
         raise ValueError(
-            f"step is {step}: {path} exists, which another program is writing, or has left "
+            f"step is {step}: {found[0]} exists, which another program is writing, or has left "
             "incomplete; use another folder, or remove it"
         )
     (folder / _WRITING).write_text(str(step))

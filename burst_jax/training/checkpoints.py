@@ -175,7 +175,10 @@ class Checkpoints:
                 f"step is {step}: {place} exists and is no checkpoint of burst_jax; move it, or "
                 "use another folder"
             )
-        by_first_process(functools.partial(files.begin, self.folder, step))
+        try:
+            by_first_process(functools.partial(files.begin, self.folder, step))
+        except OSError as error:
+            raise self._failed(step, error) from error
         try:
             args = files.SaveArgs(_copy_host_memory(arrays), record)
             self._writer.save(place, args=args)
@@ -200,7 +203,10 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         if jax.process_index() == 0:
-            files.end(self.folder)
+            try:
+                files.end(self.folder)
+            except OSError as error:
+                raise self._failed(step, error) from error
             # Damaged ones neither count nor are removed.
             steps = sorted(self._steps(), reverse=True)
             intact = [step for step in steps if files.has_record(self.folder / str(step))]

@@ -18,7 +18,7 @@ import jax
 from burst_jax.errors import check_integer
 from burst_jax.parallel.processes import is_main
 
-# Seconds of a StallGuard: its longest timeout, and what its stacks are printed after its name.
+# Seconds: the longest timeout, and the delay between a process's name and its stacks.
 _LONGEST, _AFTER_NAME = 1e9, 1
 
 

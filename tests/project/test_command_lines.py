@@ -46,12 +46,13 @@ TRAIN: dict[str, tuple[str, ...]] = {
 for names, values in (
     (run_options.AT_LEAST_1, ("0", *NUMBERS)),
     (run_options.AT_LEAST_0, NUMBERS),
-    (run_options.AT_MOST, ("1048577",)),
     (("lr", "stall_timeout"), ("0", "", "x", "-1", "nan", "inf")),
 ):
     for name in map(run_options.flag, names):
         if name != "--lora-rank":
             TRAIN[name] = (*TRAIN.get(name, ()), *values)
+for name, most in run_options.AT_MOST.items():
+    TRAIN[run_options.flag(name)] += (str(most + 1),)
 NAMED = ("--tokenizer", "--model", "--out", "--checkpoint-dir")
 SIZES = {f"--{name}": NUMBERS for name in ("lengths", "layers")}
 OUTPUTS = {"--png": ("x", "x.json")}

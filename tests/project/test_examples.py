@@ -174,6 +174,12 @@ INVALID = {
     ),
     "--mesh=outer=2,inner=2,heads=2 --seq-len=36": "zigzag layout over 8 devices.*; use 40",
     "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
+    "--steps=0": "--steps is 0: it must be at least 1$",
+    "--batch=1048577": "--batch is 1048577: it must be at most 1048576$",
+    "--seed=-1": "--seed is -1: it must be at least 0$",
+    "--seed=4294967296": "--seed is 4294967296: it must be at most 4294967295$",
+    # The largest seed is right.
+    "--seed=4294967295 --head-dim=5": "--head-dim is 5: ",
     "--head-dim=7": "--head-dim is 7: RoPE rotates pairs of features, so it must be even",
     "--seq-len=100": "--seq-len is 100: the zigzag layout over 8 devices.*; use 112",
     "--seq-len=100 --layout=striped": "the striped layout over 8 devices.*; use 104",

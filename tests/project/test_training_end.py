@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import run_batches
+import run_evaluation
 import run_options
 import train_lm
 from data_files import write_words
@@ -87,7 +88,15 @@ def test_a_run_whose_last_step_breaks_the_weights_ends_in_an_error(corpus, tmp_p
             (math.nan, math.nan),
             None,
             1,
-            "error: the held-out loss is nan, .*float32, try",
+            "error: the held-out loss is nan, though the weights are finite: train with a lower",
+            "21",
+        ),
+        (
+            "--dtype=bfloat16",
+            (math.inf, math.inf),
+            None,
+            1,
+            "loss is inf, .* finite: --eval-dtype is bfloat16, try float32, or train with a lower",
             "21",
         ),
         ("--eval-batches=0", (2.0, 2.0), None, 0, "^sampled$", ""),
@@ -100,9 +109,40 @@ def test_a_run_whose_last_step_breaks_the_weights_ends_in_an_error(corpus, tmp_p
             r"left out: it needs about 0.6 GiB, and 0.2 .*\nsampled$",
             "2",
         ),
-        ("", (2.0, 2.0), 1 << 20, 0, r"left out: it needs about 0.6 GiB, and 0.0 are free$", "2"),
+        (
+            "",
+            (2.0, 2.0),
+            1 << 20,
+            0,
+            r"  one device         left out: it needs about 0.6 GiB, and 0.0 are free\n"
+            r"  sample             left out: it needs about 0.0 GiB, and 0.0 are free$",
+            "2",
+        ),
+        (
+            "--eval-batches=0",
+            (2.0, 2.0),
+            1 << 20,
+            0,
+            "^  sample             left out: it needs",
+            "",
+        ),
+        ("--one-device=never", (2.0, 2.0), 1 << 20, 0, r"ring of 2 .*\n  sample .* left out", "2"),
+        ("--eval-batches=0 --sample-tokens=0", (2.0, 2.0), 1 << 20, 0, "^$", ""),
     ],
-    ids=["equal", "differ", "bfloat16", "nan", "none", "never", "no-memory", "no-weights"],
+    ids=[
+        "equal",
+        "differ",
+        "bfloat16",
+        "nan",
+        "inf",
+        "none",
+        "never",
+        "no-memory",
+        "no-weights",
+        "none-no-weights",
+        "never-no-weights",
+        "nothing",
+    ],
 )
 def test_the_last_evaluation_is_optional_and_fits(
     corpus, tmp_path, monkeypatch, capsys, options, perplexities, free, code, printed, evaluated
@@ -132,9 +172,72 @@ def test_the_last_evaluation_is_optional_and_fits(
     found = capsys.readouterr()
     assert re.search(printed, (found.out + found.err).rstrip())
     assert "".join(seen) == evaluated
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    text = (tmp_path / "summary.json").read_text()
+    summary = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert not evaluated or (summary["ring"]["nll"] is None) == (not math.isfinite(perplexities[0]))
     present = {name for name in ("ring", "one_device") if summary[name] is not None}
     assert present == {"": set(), "2": {"ring"}, "21": {"ring", "one_device"}}[evaluated]
+
+
+def test_a_remedy_fits_weights_that_are_not_finite():
+    message = "the held-out loss is nan, and the norm of the weights inf: train with a lower --lr"
+    assert train_lm.not_finite(math.nan, "bfloat16", math.inf) == message
+
+
+def test_perplexities_are_compared_by_their_losses():
+    """Perplexities beyond the largest float are infinite."""
+    for first, second, expected in (
+        (1.25, 1.25, 0.0),
+        (800.0, 800.0, 0.0),
+        (math.log(2.0), math.log(4.0), 0.5),
+        (math.log(4.0), math.log(2.0), 1.0),
+        (math.nan, 1.0, math.nan),
+        (1.0, math.nan, math.nan),
+    ):
+        a, b = (Evaluation(nll, math.exp(min(nll, 709)), 10) for nll in (first, second))
+        a, b = (x._replace(perplexity=math.inf) if x.nll > 709 else x for x in (a, b))
+        assert train_lm.difference(a, b) == pytest.approx(expected, abs=1e-15, nan_ok=True)
+    enormous, small = Evaluation(5000.0, math.inf, 10), Evaluation(1.0, math.e, 10)
+    assert train_lm.difference(enormous, small) > 1e300
+
+
+def test_a_mesh_of_one_device_has_the_weights_already():
+    stats = {"bytes_limit": 2**20, "bytes_in_use": 0}
+    devices = np.array([types.SimpleNamespace(memory_stats=lambda: stats)])
+    args: Any = types.SimpleNamespace(batch=1, seq_len=64)
+    params: Any = {"w": np.zeros(2**20, np.float32)}
+    # The batch still needs memory.
+    for size, seq_len, lacks in (
+        (1, 64, [False, False]),
+        (2, 64, [True, True]),
+        (1, 2**20, [False, True]),
+    ):
+        mesh, args.seq_len = types.SimpleNamespace(size=size, devices=devices), seq_len
+        run: Any = types.SimpleNamespace(mesh=mesh, config=SMALL)
+        assert list(map(bool, run_evaluation.lacking_memory(args, run, params))) == lacks
+
+
+@pytest.mark.parametrize("option", ["--eval-batches=0", "--one-device=never"])
+def test_the_rehearsal_samples_on_one_device_that_evaluates_nothing(
+    corpus, tmp_path, monkeypatch, option
+):
+    given = arguments(corpus, tmp_path, "--mesh=fsdp=2", option)
+    args, _ = run_options.parse_args([*given, "--implementation=mosaic_sm90"])
+    with pytest.raises(NotImplementedError, match="so evaluation and sampling after"):
+        run_evaluation.rehearse(args, run_options.prepare(args))
+    args, _ = run_options.parse_args([*given, "--implementation=xla"])
+    run, trace, traced = run_options.prepare(args), jax.eval_shape, []
+
+    def recorded(function, *arrays):
+        traced.append(arrays)
+        return trace(function, *arrays)
+
+    monkeypatch.setattr(jax, "eval_shape", recorded)
+    run_evaluation.rehearse(args, run)
+    params, prompt = traced[-1]
+    # One device's, not those of the run's mesh.
+    assert {x.sharding for x in jax.tree.leaves(params)} == {None}
+    assert prompt.shape == (args.seq_len,)  # Shorter than the longest prompt.
 
 
 def test_the_steps_of_a_balanced_run_are_compiled_ahead():

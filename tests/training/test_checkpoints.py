@@ -25,7 +25,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
-from burst_jax.training import CheckpointError, Checkpoints, Restored, checkpoints
+from burst_jax.training import (
+    CheckpointError,
+    Checkpoints,
+    Restored,
+    checkpoint_files,
+    checkpoints,
+)
 from burst_jax.training.checkpoint_files import restore_arrays
 from burst_jax.training.checkpoints import close_unfinished
 
@@ -261,12 +267,13 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
     writer.save(1, small)
     writer.wait()
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
     try:
-        for step in (2, 3):
+        # The note of what is being written has no space, then the arrays.
+        for step, limit in ((2, 0), (2, 1 << 20), (3, 1 << 20)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             message = (
-                rf"checkpoint {step} could not be written to {tmp_path}: File too large; the last "
-                "good one is 1. Free disk space, or use another folder$"
+                rf"checkpoint {step} could not be written to {tmp_path}: .*File too large; the "
+                "last good one is 1. Free disk space, or use another folder$"
             )
             with pytest.raises(CheckpointError, match=message), contextlib.closing(writer):
                 writer.save(step, large)
@@ -276,6 +283,24 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
         writer.save(4, small)
     assert restore(tmp_path, small).step == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
+
+
+def test_a_note_that_cannot_be_removed_or_written_is_an_error(tmp_path):
+    small, note = {"x": jnp.ones(8)}, tmp_path / checkpoint_files._WRITING
+    writer = Checkpoints(tmp_path)
+    writer.save(1, small)
+    note.unlink()
+    note.mkdir()
+    message = "could not be written to .*: .*Is a directory.*; the last good one is 1"
+    with pytest.raises(CheckpointError, match=f"checkpoint 1 {message}"):
+        writer.wait()
+    with pytest.raises(CheckpointError, match=f"checkpoint 2 {message}"):
+        writer.save(2, small)
+    writer.close()
+    note.rmdir()
+    with writer:
+        writer.save(2, small)
+    assert restore(tmp_path, small).step == 2
 
 
 UNCLOSED = """

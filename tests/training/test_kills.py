@@ -123,6 +123,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
 def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
     given |= {"model": None, "lr": 1e-3, "dtype": "float32", "moment_dtype": "float32"}
+    given["text_key"] = "text"
     given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
     here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
     return argparse.Namespace(**given | here | changed)
@@ -132,6 +133,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
     state = {"x": jnp.arange(3.0)}
     # Another dtype makes another state, and the message must name the flag.
     half = {"x": jnp.arange(3, dtype=jnp.bfloat16)}, "--moment-dtype is bfloat16: the run of .* has"
+    other_text = state, r"--text-key is body: the run of .* has text; use the same"
     saved = train_lm.same_arguments(arguments_of())
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {"arguments": saved, "loader": "its state"})
@@ -144,6 +146,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
             ({"model": "there"}, state, r"--model is there: .* has None"),
             ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
             ({"moment_dtype": "bfloat16"}, *half),
+            ({"text_key": "body"}, *other_text),
             ({"resume": "never"}, state, r"--resume is never, and .* holds checkpoints"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -151,12 +154,14 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
         assert "--lr changed from 0.001 to 0.002" in capsys.readouterr().out
-        del saved["moment_dtype"]  # An old checkpoint.
+        del saved["moment_dtype"], saved["text_key"]  # An old checkpoint.
         checkpoints.save(4, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         assert train_lm.restore(arguments_of(), checkpoints, state)[0] == 4
         with pytest.raises(ValueError, match=half[1]):
             train_lm.restore(arguments_of(moment_dtype="bfloat16"), checkpoints, half[0])
+        with pytest.raises(ValueError, match=other_text[1]):
+            train_lm.restore(arguments_of(text_key="body"), checkpoints, state)
 
 
 def test_a_run_does_not_resume_in_the_metrics_of_another(tmp_path):
