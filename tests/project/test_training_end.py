@@ -46,9 +46,7 @@ def corpus(tmp_path_factory):
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The loss of the last step, which is finite, is that of the weights before it."""
-    good, *bad = (
-        nnx.State({"w": nnx.Param(jnp.array([1.0, x]))}) for x in (0.0, jnp.nan, jnp.inf)
-    )
+    good, *bad = (nnx.State({"w": nnx.Param(jnp.array([1.0, x]))}) for x in (0.0, jnp.nan, jnp.inf))
     with Checkpoints(tmp_path) as checkpoints:
         train_lm.check_weights(3, good, checkpoints)
         checkpoints.save(3, {"w": jnp.ones(2)})
