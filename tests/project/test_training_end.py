@@ -46,13 +46,14 @@ def corpus(tmp_path_factory):
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The loss of the last step, which is finite, is that of the weights before it."""
-    good, bad = (nnx.State({"w": nnx.Param(jnp.array([1.0, x]))}) for x in (0.0, jnp.nan))
+    good, *bad = (nnx.State({"w": nnx.Param(jnp.array([1.0, x]))}) for x in (0.0, jnp.nan, jnp.inf))
     with Checkpoints(tmp_path) as checkpoints:
         train_lm.check_weights(3, good, checkpoints)
         checkpoints.save(3, {"w": jnp.ones(2)})
-        message = "step 4: the norm of the weights is nan. The last checkpoint is step 3 in"
-        with pytest.raises(NonFinite, match=message):
-            train_lm.check_weights(4, bad, checkpoints)
+        for params, norm in zip(bad, ("nan", "inf"), strict=True):
+            message = f"step 4: the norm of the weights is {norm}. The last checkpoint is step 3 in"
+            with pytest.raises(NonFinite, match=message):
+                train_lm.check_weights(4, params, checkpoints)
 
 
 @pytest.mark.slow
