@@ -224,15 +224,15 @@ def test_a_metric_that_is_not_finite_ends_the_run_and_names_the_last_checkpoint(
 STALL = """
 import ctypes, sys, time
 from burst_jax.training import StallGuard
-with StallGuard(2) as guard:
-    time.sleep(3.5)  # Compiling, say.
+with StallGuard(5) as guard:
+    time.sleep(6.5)  # Compiling, say.
     for _ in range(3):
         guard.alive()
         time.sleep(1)
     print("stalls", flush=True)
     if sys.argv[1] == "left":
         guard.__exit__()
-        time.sleep(3.5)
+        time.sleep(6.5)
         sys.exit(0)
     if sys.argv[1] == "lock":
         ctypes.PyDLL(None).sleep(600)  # Holds the interpreter's lock.
@@ -254,7 +254,7 @@ def test_a_stalled_process_exits_with_its_stacks():
     for process, (out, err) in zip(processes, ends, strict=True):
         assert (process.returncode, out) == (1, "stalls\n"), err
         assert re.search(r"Timeout .*\n(.|\n)*most recent call first.*\n(.|\n)*<string>", err)
-    name = r"process 0 of 1 on \S+ exits: no step has completed for 2 s. Its threads are at:\nT"
+    name = r"process 0 of 1 on \S+ exits: no step has completed for 5 s. Its threads are at:\nT"
     assert re.search(name, ends[0][1])
 
 
