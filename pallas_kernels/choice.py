@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Protocol
 
 import jax
 
@@ -158,6 +159,24 @@ def cannot_run(name: str, obstacle: str) -> str:
     )
 
 
+class _Available(Protocol):
+    """What has kernels for some devices."""
+
+    @property
+    def unavailable(self) -> Callable[[str, float | None], str | None]:
+        """See :attr:`pallas_kernels.Implementation.unavailable`."""
+        ...
+
+
+def fastest_available[Kernels: _Available](
+    by_speed: Iterable[Kernels], platform: str, compute_capability: float | None
+) -> Kernels:
+    """The first kernels that a device has, or else the last ones."""
+    *faster, last = by_speed
+    has = (x for x in (*faster, last) if x.unavailable(platform, compute_capability) is None)
+    return next(has, last)
+
+
 def _warn(
     platform: str,
     compute_capability: float | None,
@@ -167,9 +186,8 @@ def _warn(
     spec: AttentionSpec | None,
 ) -> None:
     """Warns that XLA runs on a GPU that has kernels, with the obstacle of the fastest ones."""
-    by_speed = [_named(name) for name in _CANDIDATES[:-1]]
-    runs = (each for each in by_speed if each.unavailable(platform, compute_capability) is None)
-    kernels = _variant(next(runs, by_speed[-1]), deterministic, compute_capability)
+    kernels = fastest_available(map(_named, _CANDIDATES[:-1]), platform, compute_capability)
+    kernels = _variant(kernels, deterministic, compute_capability)
     call = platform, compute_capability, inputs
     if backward and obstacle_of(kernels, *call, False, deterministic, spec) is not None:
         return  # The forward pass has warned.

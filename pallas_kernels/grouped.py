@@ -10,7 +10,13 @@ import numpy as np
 
 from pallas_kernels import grouped_xla
 from pallas_kernels.arrays import as_int32, value_range, vary, varying_axes
-from pallas_kernels.choice import NAMES, cannot_run, substitute, warn_of_xla
+from pallas_kernels.choice import (
+    NAMES,
+    cannot_run,
+    fastest_available,
+    substitute,
+    warn_of_xla,
+)
 from pallas_kernels.device import target_of
 from pallas_kernels.grouped_products import GroupedProducts
 
@@ -99,9 +105,7 @@ def _choose(implementation: str | None, x: jax.Array, w: jax.Array) -> GroupedPr
         candidates = [_named(name) for name in names]
         chosen = next(each for each in candidates if each.obstacle(target, x, w) is None)
         if chosen is XLA and (target.compute_capability or 0) >= 8.0:
-            by_speed = candidates[:-1]
-            runs = (each for each in by_speed if each.unavailable(*target) is None)
-            kernels = next(runs, by_speed[-1])
+            kernels = fastest_available(candidates[:-1], *target)
             if (obstacle := kernels.obstacle(target, x, w)) is not None:
                 warn_of_xla(kernels.name, obstacle)
         return chosen
