@@ -66,10 +66,10 @@ class Inputs:
         """Of dense attention over the keys of all shards."""
         return dense.reference(*self.cotangents, **self._dense_call)
 
-    @functools.cached_property
-    def largest_errors(self) -> list[np.ndarray]:
+    def largest_errors(self, dq_in_fixed_point: bool = False) -> list[np.ndarray]:
         """What rounding can change in each element of the reference's truth."""
-        return dense.largest_errors(*self.cotangents, **self._dense_call)
+        call = self._dense_call | {"dq_in_fixed_point": dq_in_fixed_point}
+        return dense.largest_errors(*self.cotangents, **call)
 
     @property
     def _dense_call(self) -> dict[str, Any]:

@@ -108,3 +108,18 @@ def largest_errors(run: Passes, dtype: Any) -> list[np.ndarray]:
         flushed = tiny * (1 + np.abs(run.delta))
         bounds.append((weight * error + flushed).sum((0, 2, 3)))
     return [_MARGIN * bound for bound in bounds]
+
+
+def fixed_point_error(run: Passes) -> np.ndarray:
+    """``[B, T, N, 1]``: what the rounding of dQ's parts to integers can change, on top.
+
+    dQ is a multiple of 2^-30 times the largest dQ that the norms of dO, K and V allow a query, of
+    all keys. Each tile of keys adds a part that is rounded; the smallest tiles have 32 keys.
+    """
+    of_keys = np.abs(run.k).max(-1)
+    of_pairs = (of_keys * np.linalg.norm(run.v, axis=-1)).max(-1)[:, :, None, None]
+    largest = np.linalg.norm(run.do, axis=-1, keepdims=True) * of_pairs * np.max(run.factors)
+    largest = largest + np.abs(run.delta) * of_keys.max(-1)[:, :, None, None]
+    parts = -(-run.k.shape[2] // 32)
+    step = largest / abs(run.divisor) * 2.0**-30
+    return _MARGIN * (parts / 2 * step).swapaxes(1, 2)
