@@ -90,8 +90,7 @@ class Consumer(NamedTuple):
         end = work.steps_before + work.steps
         consumer = cls(static, refs, warpgroup, work, end, RowValues(), None)
         others = static.spec.dropout is not None or static.spec.calls_functions
-        if static.config.splits_gradients:
-            # Queries are the rows there.
+        if static.form.queries_are_rows:
             return consumer
         if static.has_intervals:
             table = refs.inputs.bounds.intervals
@@ -122,7 +121,7 @@ class Consumer(NamedTuple):
         config = self.static.config
         batch, tile = (work or self.work).batch, (work or self.work).tile
         first_key = tile * config.block_kv + self.static.first_key(at.warpgroup)
-        by_queries = config.splits_gradients
+        by_queries = self.static.form.queries_are_rows
         if by_queries:
             # Adds 0, which the compiler does not know. Else it would load the keys' tokens, which
             # are columns here, before the loop, and spill them.
@@ -267,7 +266,7 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     # With a bias there are no registers to load all tokens at once if there are KV bounds or a
     # block-sparse mask.
     one_by_one = static.has_bias and (static.has_kv_bounds or static.has_block_mask)
-    one_by_one = one_by_one or static.spec.calls_functions or static.config.splits_gradients
+    one_by_one = one_by_one or static.spec.calls_functions or static.form.queries_are_rows
     q_tokens = k_tokens = TokenArrays()
     if not one_by_one:
         q_tokens, k_tokens = consumer.tile(at).tokens()

@@ -105,7 +105,7 @@ class StepData(NamedTuple):
         scratch = consumer.refs.memory.scratch
         at = StepTile(warpgroup, *read_tile_and_head(static, scratch, stage))
         first_key = static.first_key(warpgroup)
-        if static.config.shares_keys:
+        if static.form.same_keys:
             # So are addresses in memory that is the same in all steps: this is 0.
             ds = earlier_ds = jnp.minimum(warpgroup, 0)
             first_key = ds * WARPGROUP_ROWS
