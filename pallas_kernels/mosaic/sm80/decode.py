@@ -173,7 +173,7 @@ class DecodeResults(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class DecodeStatic:
     """Static parameters of a call.
 
     Attributes:
@@ -253,7 +253,7 @@ def partial_attention(
     row_blocks = -(-count // config.rows)
     if splits is None:
         splits = default_splits(batch * kv_heads * row_blocks, num_sms())
-    static = _Static(
+    static = DecodeStatic(
         config, Score(scale, logits_soft_cap), window, capacity, row_blocks, dim, value_dim,
         jnp.dtype(keys.dtype), splits,
     )  # fmt: skip
@@ -312,7 +312,7 @@ def _for_each_group(x: jax.Array, config: DecodeConfig) -> jax.Array:
     return x.reshape(*lead, config.fragment_rows, lanes)
 
 
-def _memory(static: _Static) -> dict[str, Any]:
+def _memory(static: DecodeStatic) -> dict[str, Any]:
     config = static.config
     tile = config.stages, config.block_kv
     memory = {
@@ -327,7 +327,9 @@ def _memory(static: _Static) -> dict[str, Any]:
     return memory
 
 
-def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memory: Any) -> None:
+def _kernel(
+    static: DecodeStatic, arrays: DecodeArrays, results: DecodeResults, memory: Any
+) -> None:
     """One CTA."""
     batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
     cta = _Cta(static, arrays, memory, batch, head, instructions.Fragments.of(static.dtype, WARPS))
@@ -378,7 +380,7 @@ class _Cta(NamedTuple):
       fragments: register layouts.
     """
 
-    static: _Static
+    static: DecodeStatic
     arrays: DecodeArrays
     memory: Any
     batch: Any

@@ -74,7 +74,7 @@ class _Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class FewRowsStatic:
     """Static parameters.
 
     Attributes:
@@ -136,7 +136,7 @@ def few_rows_product(
         most = count * slot_steps // config.stages
         splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
     padded = -(-rows // MMA_ROWS) * MMA_ROWS
-    static = _Static(
+    static = FewRowsStatic(
         padded, config, slot_steps, columns // config.block_n, splits, weights[0].dtype
     )
     parts = count if splits is None else splits
@@ -158,7 +158,7 @@ def few_rows_product(
     )
 
 
-def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
+def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> None:
     """One CTA."""
     part, tile = lax.axis_index("part"), lax.axis_index("column")
     array, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
@@ -181,7 +181,13 @@ def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
 
 
 def _sum(
-    static: _Static, inputs: _Inputs, memory: Any, array: Any, column: Any, first: Any, end: Any
+    static: FewRowsStatic,
+    inputs: _Inputs,
+    memory: Any,
+    array: Any,
+    column: Any,
+    first: Any,
+    end: Any,
 ) -> jax.Array:
     """The products of some steps, added up."""
     fragments, ahead = _fragments(static), static.config.stages - 1
@@ -222,6 +228,6 @@ def _sum(
     return lax.fori_loop(first, end, add, (i32(0), zeros))[1]
 
 
-def _fragments(static: _Static) -> instructions.Fragments:
+def _fragments(static: FewRowsStatic) -> instructions.Fragments:
     """All warps are along the columns."""
     return instructions.Fragments.of(static.dtype, 1)

@@ -47,7 +47,6 @@ from pallas_kernels.mosaic.sm90 import (
     backward_epilogue,
     backward_step,
     query_order,
-    skipped_step,
     split_step,
     wide_step,
 )
@@ -274,7 +273,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     first = work.steps_before
     if has_intervals is not None:
         if static.exchanges_late:
-            first, state = skipped_step.start(consumer, state)
+            first, state = backward_step.skip_first_step(consumer, state)
         # All of the keys' masked steps, or none. In one loop with the other masks, every step would
         # keep in registers whether there are intervals.
         end = jnp.where(has_intervals, masked_end, first)

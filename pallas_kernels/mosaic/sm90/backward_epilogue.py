@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
-from pallas_kernels.mosaic.sm90 import dropping, instructions
+from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import BACKWARD_WARPGROUPS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
@@ -148,10 +148,10 @@ def write_dkv(
       dk: float32, ``dk`` of the loop's state, not yet scaled unless
         :attr:`BackwardStatic.scale_in_ds`.
       dv: float32, ``dv`` of the loop's state, times the scale if
-        :func:`dropping.factors_have_scale`.
+        :attr:`BackwardStatic.dropout_has_scale`.
     """
     width = static.dkv_lanes
-    if dropping.factors_have_scale(static):
+    if static.dropout_has_scale:
         dv = dv * (1 / static.spec.score.scale)
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
     # The copy of dV then leaves another buffer.

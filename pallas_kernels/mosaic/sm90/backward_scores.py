@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.score_inputs import (
     TokenArrays,
 )
 from pallas_kernels.mosaic.scores import RowValues, ScoreTile
-from pallas_kernels.mosaic.sm90 import dropping, soft_cap
+from pallas_kernels.mosaic.sm90 import online_softmax
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
@@ -166,7 +166,7 @@ def tile_scores(
       products: float32, ``k q^T``.
     """
     static, score, derivative = consumer.static, consumer.static.spec.score, None
-    scores = score.raw(products, soft_cap.tanh)
+    scores = score.raw(products, online_softmax.tanh)
     if score.score_mod is not None:
         tile = consumer.tile(at, consumer.work.recompute())
         coordinates = tile.keeping_row_positions().coordinates()
@@ -319,6 +319,6 @@ def logit_gradients(
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
     static = consumer.static
-    if static.scale_in_ds and not dropping.factors_have_scale(static):
+    if static.scale_in_ds and not static.dropout_has_scale:
         dp = dp * static.spec.score.scale
     return weights * (dp - along_columns(delta, weights.shape))

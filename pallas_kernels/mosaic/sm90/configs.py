@@ -59,10 +59,10 @@ class MosaicConfig:
         of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
         causal mask the earlier one visits a few that are fully masked.
       split_softmax: forward: whether the exponentials of a step are computed for one half of the
-        rows after the other (:mod:`pallas_kernels.mosaic.sm90.row_halves`). In between a consumer
-        waits for the product with the previous tile's values, so the first half is rounded while
-        the exponentials of the second are computed. Up to head dim 128 it gains with three stages
-        of V only.
+        rows after the other (:mod:`pallas_kernels.mosaic.sm90.online_softmax`). In between a
+        consumer waits for the product with the previous tile's values, so the first half is rounded
+        while the exponentials of the second are computed. Up to head dim 128 it gains with three
+        stages of V only.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers where it can. If not, consumers start them while their products
         run, and all warpgroups have the same number of registers; cluster must be 1.

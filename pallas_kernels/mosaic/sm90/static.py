@@ -468,6 +468,25 @@ class BackwardStatic(Sm90Static):
         return self.dtype == jnp.bfloat16 and not self.spec.score.differentiated
 
     @property
+    def dropout_has_scale(self) -> bool:
+        """Whether dropout's factors contain the score's scale, which dS then gets from them.
+
+        Else a score would be multiplied by both. P is multiplied by the same factors, so dV is
+        divided by the scale at the end. Far from 1 the scale could make weights underflow or
+        overflow.
+        """
+        is_usual = 2**-40 <= abs(self.spec.score.scale) <= 2**40
+        return self.spec.dropout is not None and self.scale_in_ds and is_usual
+
+    @property
+    def dropout_unit(self) -> float | None:
+        """Dropout's factor on the weights that are kept; None without dropout."""
+        dropout = self.spec.dropout
+        if dropout is None:
+            return None
+        return dropout.unit * (self.spec.score.scale if self.dropout_has_scale else 1.0)
+
+    @property
     def work_tiles(self) -> WorkTiles:
         """One per KV tile of every key/value head."""
         # Float32 gradients leave no registers for intervals and a loop over work tiles.
