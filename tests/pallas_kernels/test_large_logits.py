@@ -10,8 +10,8 @@ import local
 import numpy as np
 import pytest
 
-from burst_jax.serving.decode_attention import PartialAttention
 from pallas_kernels import REFERENCE, XLA, AttentionSpec, mosaic_sm90, softmax
+from pallas_kernels.decode import PartialAttention
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80

@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.fragments import i32, swizzle_lanes, tanh
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS, WIDEST_HEAD_DIM, shared_memory_of
+from pallas_kernels.mosaic.sm80.implementation import needs_ampere
 from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.score import LOG2_E, Score
 
@@ -112,27 +113,27 @@ def default_splits(ctas: int, sms: int) -> int:
     return best
 
 
+# Where :func:`partial_attention` can run.
+unavailable = needs_ampere
+
+
 def unsupported(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    platform: str,
-    compute_capability: float | None,
+    query: jax.Array, keys: jax.Array, values: jax.Array, compute_capability: float
 ) -> str | None:
-    """Why :func:`partial_attention` cannot run these arrays there, or None if it can."""
-    if platform != "gpu" or compute_capability is None or compute_capability < 8.0:
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, not {platform!r}"
+    """Why :func:`partial_attention` cannot run these arrays, or None if it can."""
     dtypes = {query.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1 or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return "query, key and value must be all bfloat16 or all float16"
+        given = f"query is {query.dtype}, key {keys.dtype} and value {values.dtype}"
+        return f"{given}; decoding supports all bfloat16 or all float16: cast them"
     dims = query.shape[-1], values.shape[-1]
     if any(dim % 16 or dim > WIDEST_HEAD_DIM for dim in dims):
-        return f"the head dims are {dims}; it supports multiples of 16 up to {WIDEST_HEAD_DIM}"
+        supported = f"multiples of 16 up to {WIDEST_HEAD_DIM}"
+        return f"the head dims are {dims}; decoding supports {supported}: use such head dims"
     rows = query.shape[1] * query.shape[2] // keys.shape[2]
     needed = decode_config(rows, *dims).shared_memory(*dims)
     available = shared_memory_of(compute_capability)
     if needed > available:
-        return f"it needs {needed} bytes of shared memory, and the GPU has {available}"
+        return f"decoding needs {needed} bytes of shared memory per CTA; this GPU has {available}"
     return None
 
 

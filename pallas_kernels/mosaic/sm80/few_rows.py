@@ -18,16 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Target, num_sms
+from pallas_kernels.device import num_sms
+from pallas_kernels.grouped_products import Slots, unsupported_operand
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS
+from pallas_kernels.mosaic.sm80.implementation import needs_ampere
 
 # The most rows: accumulators of more would leave the compiler too few registers.
 MOST_ROWS = 64
-# K and N must be multiples of it: the width of a swizzled tile.
-_LANES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,6 @@ class FewRowsConfig:
     depth: int = 64
     stages: int = 4
     ctas_per_sm: int = 2
-
-
-class Slots(NamedTuple):
-    """The matrices that rows are multiplied by.
-
-    Attributes:
-      matrices: int32 ``[U]``, the index of each one.
-      count: int32 ``[1]``, how many of these are used; the others come last.
-    """
-
-    matrices: jax.Array
-    count: jax.Array
 
 
 class _Inputs(NamedTuple):
@@ -94,12 +82,15 @@ class FewRowsStatic:
     dtype: Any
 
 
-def supported(target: Target, rows: int, weights: jax.Array) -> bool:
-    """Whether :func:`few_rows_product` can run so many rows, with these weights, there."""
-    if target.platform != "gpu" or (target.compute_capability or 0) < 8.0:
-        return False
-    whole = all(dim and not dim % _LANES for dim in weights.shape[1:])
-    return whole and rows <= MOST_ROWS and weights.dtype in (jnp.bfloat16, jnp.float16)
+# Where :func:`few_rows_product` can run.
+unavailable = needs_ampere
+
+
+def unsupported(rows: int, weights: jax.Array) -> str | None:
+    """Why :func:`few_rows_product` cannot run so many rows, with these weights, or None."""
+    if rows > MOST_ROWS:
+        return f"there are {rows} rows; it supports {MOST_ROWS} at most"
+    return unsupported_operand("weights", weights)
 
 
 def few_rows_product(
