@@ -77,6 +77,7 @@ def choose[K: Kernels](
     names: Sequence[str] = NAMES,
     has_warned: Callable[[K], bool] = lambda _: False,
     option: str | None = None,
+    cost: str = "XLA is many times slower",
 ) -> K:
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
@@ -93,6 +94,7 @@ def choose[K: Kernels](
       names: what None tries on a GPU, fastest first. The last one supports everything.
       has_warned: whether another call has warned of what keeps the kernels from running.
       option: the ``implementation`` that the caller of the library passed, for the warning.
+      cost: of XLA's operations, a sentence of the warning.
 
     Raises:
       NotImplementedError: the named one cannot run.
@@ -117,11 +119,11 @@ def choose[K: Kernels](
         has = (x for x in map(by_name, faster) if x.unavailable(*target) is None)
         kernels = next(has, None) or by_name(faster[-1])
         if not has_warned(kernels):
-            _warn(kernels.name, str(obstacle(kernels)), option)
+            _warn(kernels.name, str(obstacle(kernels)), option, cost)
     return by_name(last)
 
 
-def _warn(kernels: str, obstacle: str, option: str | None) -> None:
+def _warn(kernels: str, obstacle: str, option: str | None, cost: str) -> None:
     """Warns that XLA is chosen, at the line that calls the library.
 
     Python shows one text once for each line, so a layer that is traced many times warns once.
@@ -130,10 +132,11 @@ def _warn(kernels: str, obstacle: str, option: str | None) -> None:
       kernels: name of the kernels that the GPU could run.
       obstacle: why they cannot run this call, with the remedy.
       option: what the caller passed as ``implementation``.
+      cost: see :func:`choose`.
     """
     warnings.warn(
-        f"implementation={option!r} takes 'xla' here, and not {kernels!r}: {obstacle}. XLA is many "
-        "times slower; if that is right here, pass implementation='xla'",
+        f"implementation={option!r} takes 'xla' here, and not {kernels!r}: {obstacle}. {cost}; if "
+        "that is right here, pass implementation='xla'",
         SlowerKernelsWarning,
         skip_file_prefixes=_LIBRARIES,
     )

@@ -124,7 +124,7 @@ def partial_attention(
 
     chosen = choose(
         "xla" if option in ("xla", "reference") else None, _by_name, target, obstacle,
-        names=("mosaic_sm80", "xla"), option=option,
+        names=("mosaic_sm80", "xla"), option=option, cost="XLA is slower",
     )  # fmt: skip
     arrays = query, keys, values, positions, present, last, used
     scores: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "window": window}
