@@ -115,7 +115,7 @@ def partial_attention(
         left out of account: one kernel decodes for all of them, where it can. If it cannot, a
         :class:`pallas_kernels.SlowerKernelsWarning` has the reason.
     """
-    option = getattr(implementation, "name", implementation)
+    option: Any = getattr(implementation, "name", implementation)
     target = target_of(query)
 
     def obstacle(candidate: DecodeAttention) -> str | None:

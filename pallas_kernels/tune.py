@@ -91,7 +91,8 @@ def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
 
 def mosaic_config(*numbers: Any, **named: Any) -> MosaicConfig:
     """A config, without a producer warpgroup if the installed JAX moves no registers."""
-    return MosaicConfig(*numbers, **{"producer_warpgroup": moves_registers(), **named})
+    options: Any = {"producer_warpgroup": moves_registers(), **named}
+    return MosaicConfig(*numbers, **options)
 
 
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
