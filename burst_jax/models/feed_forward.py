@@ -209,7 +209,7 @@ class GatedMLP(FeedForward):
         """
         config = self.config
         check_chunks(config, x.shape[1])
-        static = _Static(
+        static = _MlpStatic(
             config.activation, config.mlp_chunks, keeps_products, frozen=config.lora is not None
         )
         weights = {
@@ -282,7 +282,7 @@ class Projection(NamedTuple):
         return Projection(kernel, bias, adapter)
 
 
-class _Static(NamedTuple):
+class _MlpStatic(NamedTuple):
     """The static arguments of an MLP.
 
     Attributes:
@@ -319,12 +319,12 @@ def _merge(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(static: _Static, x: jax.Array, weights: Weights) -> jax.Array:
+def _mlp(static: _MlpStatic, x: jax.Array, weights: Weights) -> jax.Array:
     """All arrays have one dtype and vary over the same mesh axes."""
     return _forward(static, x, weights)[0]
 
 
-def _forward(static: _Static, x: jax.Array, weights: Weights) -> Any:
+def _forward(static: _MlpStatic, x: jax.Array, weights: Weights) -> Any:
     def chunk(x: jax.Array) -> Any:
         products = weights["gate"](x), weights["up"](x)
         out = weights["down"](static.hidden(*products))
@@ -338,7 +338,7 @@ def _forward(static: _Static, x: jax.Array, weights: Weights) -> Any:
     return out, (x, weights, products)
 
 
-def _backward(static: _Static, residuals: Any, dout: jax.Array) -> Any:
+def _backward(static: _MlpStatic, residuals: Any, dout: jax.Array) -> Any:
     x, weights, products = residuals
     gate, up, down = (weights[name] for name in ("gate", "up", "down"))
 
