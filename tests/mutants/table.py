@@ -441,8 +441,6 @@ MUTANTS = [
     ("burst_jax/serving/sampling.py", "before < self.top_p", "before <= self.top_p", f"{SERVING} top_k"),
     ("burst_jax/serving/sampling.py", "jax.random.fold_in(jax.random.fold_in(key, row), length)",
      "jax.random.fold_in(key, length)", f"{SERVING} top_k"),
-    ("burst_jax/serving/saved_cache.py", "used=used, generated=0)", "used=used)",
-     "tests/serving/test_serving_saved.py"),
     # --- training, data, parallel, plan
     ("burst_jax/training/adam.py", "self._replace(seed=_mix(self.seed ^ jnp.uint32(index)))",
      "self", "tests/training/test_adam.py -k second_moment"),
