@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from run_mesh import BATCH_AXES, ring_size, token_axes
 from run_options import RunConfig
+from work_log import WorkLog
 
 from burst_jax.data import Corpus, Loader, Rows
 from burst_jax.layouts import zone_sizes
 from burst_jax.training import (
     Batch,
     TrainStep,
-    WorkLog,
     balanced_layout,
     make_batch,
     place_batch,

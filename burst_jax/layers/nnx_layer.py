@@ -321,6 +321,35 @@ class BurstAttention(nnx.Module):
         out, aux = fn(query, key, value, axis, **options)
         return project(self.out, out, summed_over=tensor_axis), aux
 
+    def with_projections(
+        self,
+        *,
+        query: nnx.Module | None = None,
+        key: nnx.Module | None = None,
+        value: nnx.Module | None = None,
+        out: nnx.Module | None = None,
+        normalized: bool = False,
+    ) -> BurstAttention:
+        """A copy with other projections, for use inside a ``shard_map``.
+
+        Args:
+          query: a module that is called with ``[B, T, D]`` and returns ``[B, T, heads, H]`` without
+            the bias; its attributes ``kernel``, ``bias`` and ``out_features`` are those of
+            ``nnx.LinearGeneral``. None keeps the layer's.
+          key: the same for keys.
+          value: the same for values.
+          out: the same for the output, called with ``[B, T, heads, Hv]``.
+          normalized: whether ``query`` and ``key`` include the layer's norms.
+        """
+        layer = nnx.merge(*nnx.split(self))
+        given = {"query": query, "key": key, "value": value, "out": out}
+        for name, projection in given.items():
+            if projection is not None:
+                setattr(layer, name, projection)
+        if normalized:
+            layer.query_norm = layer.key_norm = nnx.data(None)
+        return layer
+
     def __getstate__(self) -> dict[str, Any]:
         saved = tuple(without_devices(dict(self.options)).items())
         return super().__getstate__() | {"options": saved}

@@ -67,7 +67,7 @@ def training(
 
     Returns:
       A :class:`burst_jax.plan.TrainingPlan`: estimates, and the fastest that fits, ``best``, with
-      its mesh, its arguments for ``init_train_state``, and its flags for ``examples/train_lm.py``.
+      its mesh and its arguments for ``init_train_state``.
 
     Raises:
       NotImplementedError: the decoder has LoRA adapters, which are trained without the weights.

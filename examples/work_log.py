@@ -6,12 +6,10 @@ import sys
 
 import numpy as np
 
-from burst_jax.errors import check_integer
 from burst_jax.layouts.documents import place_documents
 from burst_jax.layouts.permutation import Layout, from_layout, zone_size
 from burst_jax.layouts.work import MIN_SHARD, work_report
-from burst_jax.parallel.processes import is_main
-from burst_jax.training.batches import Batch
+from burst_jax.training import Batch, is_main
 
 # The hint appears below this share, if a balanced layout's is larger by this factor and above a
 # least share: below it the documents are too short for a ring in any layout.
@@ -38,7 +36,7 @@ class WorkLog:
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = check_integer("num_shards", num_shards, 1)
+        self._num_shards = num_shards
         self._tries = _TRIES
 
     def __call__(self, batch: Batch[np.ndarray], layout: Layout) -> dict[str, float]:
@@ -77,7 +75,7 @@ class WorkLog:
         print(
             f"hint: on these packed documents the ring's slowest device reaches {share:.0%} of "
             f"ideal attention with the {layout} layout, and {balanced:.0%} with a balanced one: "
-            "use burst_jax.training.balanced_layout, or a script's --layout balanced",
+            "use --layout balanced, or burst_jax.training.balanced_layout",
             file=sys.stderr,
             flush=True,
         )

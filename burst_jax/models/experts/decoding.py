@@ -52,8 +52,8 @@ def run_decoding(
 
     Args:
       hidden: hidden features of the outputs of gate and up, float32.
-      arrays: the experts' matrices and biases (``burst_jax.models.experts``), tokens ``[n, D]``,
-        and their experts' weights, float32 ``[n, k]``.
+      arrays: the experts' matrices and biases, tokens ``[n, D]``, and their experts' weights,
+        float32 ``[n, k]``.
       ids: int32 ``[n, k]``; E is an expert of another device.
       distinct: whether there is one token, all of whose experts are on this device.
     """
