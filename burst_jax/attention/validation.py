@@ -303,9 +303,9 @@ _CHECKS: dict[AttentionPass, Callable[..., None]] = {
 def positions_per_sequence(arguments: LocalArguments, arrays: Mapping[str, Any]) -> str | None:
     """The argument whose positions differ between the sequences of the batch, or None.
 
-    None in the order of a batch's documents, too: its positions are those of every sequence.
+    None for the gathered pass, which reads every sequence's positions itself.
     """
-    if not arguments.parsed_layout.is_fixed:
+    if arguments.parsed_layout.attention_pass == "gathered":
         return None
     return next((n for n, ndim in POSITIONS.items() if n in arrays and arrays[n].ndim > ndim), None)
 

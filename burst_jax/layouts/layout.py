@@ -43,6 +43,8 @@ class FirstHalf(NamedTuple):
 class Layout(abc.ABC):
     """The order of a sequence's tokens over the shards of a ring: frozen and hashable.
 
+    A layout defines :attr:`name`, :attr:`unit` and :meth:`block_shards`.
+
     Attributes:
       attention_pass: how attention runs in the layout.
       is_fixed: whether the order is the same for all sequences, and known before a batch is.
@@ -81,8 +83,6 @@ class Layout(abc.ABC):
           ``shards[b % len(shards)]``.
         """
 
-    # Lengths
-
     def padded_length(self, length: int, num_shards: int) -> int:
         """The smallest length, ``length`` or longer, that can be split over ``num_shards``."""
         multiple = self.unit * check_shards(num_shards)
@@ -118,8 +118,6 @@ class Layout(abc.ABC):
                 f"layout is {self!r}, whose order differs between sequences: use what "
                 "burst_jax.layouts.balance returned for them: order, positions, place, restore"
             )
-
-    # Positions
 
     def runs(self, shard_length: int, num_shards: int) -> np.ndarray | None:
         """The position of the first token of every run: of tokens that are adjacent in the text.
@@ -204,8 +202,6 @@ class Layout(abc.ABC):
         """
         return math.gcd(self.block_shards(shard_length, num_shards)[0], block)
 
-    # Arrays and batches
-
     def reorder(self, x: Any, num_shards: int, axis: int, xp: Any, *, inverse: bool) -> Any:
         """An array permuted along ``axis`` into the layout, or back, by ``xp`` (NumPy or JAX's)."""
         shard_length = x.shape[axis] // num_shards
@@ -266,8 +262,6 @@ class Layout(abc.ABC):
         """
         del num_shards, shard_length
         return self, map(packed_runs, lengths)
-
-    # Attention
 
     def given_positions[Positions](self, positions: Positions) -> Positions | None:
         """What attention needs of the caller's positions: all, or None if the layout has them."""

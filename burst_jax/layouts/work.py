@@ -3,9 +3,9 @@
 The causal pairs (query, key) of each device and each ring step are exact, for any layout. They are
 computed from the documents' ends: some milliseconds for a million tokens.
 
-A fixed layout splits the sequence into blocks of k tokens (:meth:`.Layout.block_shards`), here
-called units, of which U make a period: half-blocks (zigzag, U = 2n), blocks (contiguous, U = n) or
-stripes (striped:k, U = n, many periods). Below a position ``p = m U k + r``, unit v has ::
+A fixed layout splits the sequence into blocks of k tokens (``Layout.block_shards``), here called
+units, of which U make a period: half-blocks (zigzag, U = 2n), blocks (contiguous, U = n) or stripes
+(striped:k, U = n, many periods). Below a position ``p = m U k + r``, unit v has ::
 
     C_v(p) = m k + clip(r - v k, 0, k)
 

@@ -213,7 +213,7 @@ class RingMask:
 class AllowedScores:
     """How many scores a ring's mask allows on each device at each ring step.
 
-    A shard consists of runs of equally spaced tokens (:meth:`.Layout.progressions`), split at the
+    A shard consists of runs of equally spaced tokens (``Layout.progressions``), split at the
     edges of the blocks of a block-sparse mask. Scores are counted for pairs of runs whose blocks
     attend to each other, so time and memory grow with the tokens, not with their square.
     """

@@ -38,18 +38,18 @@ class _Pass(NamedTuple):
     Attributes:
       forward: as :func:`burst_jax.ring.forward.forward`.
       backward: as :func:`burst_jax.ring.backward.backward`.
-      sends_segment_ids: whether kernels get the call's segment ids; else they need zeros in
+      passes_segment_ids: whether kernels get the call's segment ids; else they need zeros in
         padding, which they cannot find.
     """
 
     forward: Callable[..., Carry]
     backward: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array], PerHead]]
-    sends_segment_ids: bool
+    passes_segment_ids: bool
 
 
 _PASSES: dict[AttentionPass, _Pass] = {
-    "ring": _Pass(forward.forward, backward.backward, sends_segment_ids=True),
-    "gathered": _Pass(gathered.forward, gathered.backward, sends_segment_ids=False),
+    "ring": _Pass(forward.forward, backward.backward, passes_segment_ids=True),
+    "gathered": _Pass(gathered.forward, gathered.backward, passes_segment_ids=False),
 }
 
 
@@ -146,7 +146,7 @@ def _kernels_zero_padding(
     """Whether the forward or backward kernels replace what arrays hold in padding by zeros."""
     if not inputs.has_segments:
         return True
-    if not _PASSES[request.layout.attention_pass].sends_segment_ids:
+    if not _PASSES[request.layout.attention_pass].passes_segment_ids:
         return False
     implementation = local_implementation(request, target, inputs, backward=backward)
     return implementation.zeroes_padding(request.spec, inputs, backward=backward)
