@@ -17,11 +17,6 @@ from burst_jax.layouts.balanced import search_batch, zone_sizes
 from burst_jax.layouts.documents import Runs, place_documents, placed_runs
 from burst_jax.layouts.layout import AttentionPass, Layout
 
-_CHOOSE = (
-    "pass the result of burst_jax.training.balanced_layout(rows, num_shards=n, "
-    "segment_ids=segment_ids)"
-)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Balanced(Layout):
@@ -52,7 +47,8 @@ class Balanced(Layout):
         """:attr:`zone`; ValueError if it is None."""
         if self.zone is None:
             raise ValueError(
-                f"layout is {self!r}, without the size of its gathered zone: {_CHOOSE}"
+                f"layout is {self!r}, without the size of its gathered zone: pass the result of "
+                "burst_jax.training.balanced_layout(rows, num_shards=n, segment_ids=segment_ids)"
             )
         return self.zone
 
