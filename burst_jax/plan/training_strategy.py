@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
 
-from burst_jax.layouts.permutation import Layout
 from burst_jax.models.remat import Remat, remat_of_layers
 from burst_jax.parallel.rules import ShardingRules
 from burst_jax.plan.cost_model import Strategy
@@ -43,7 +42,7 @@ class TrainingStrategy:
     rows: int
     ring: tuple[int, ...]
     tensor: int
-    layout: Layout
+    layout: str
     remat: Remat
     mlp_chunks: int = 1
     moments: Moments = "device"

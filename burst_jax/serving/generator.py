@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.errors import check_integer, check_seed
-from burst_jax.layouts.permutation import padded_length, positions
+from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.permutation import positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.trained_length import check_trained_length
 from burst_jax.parallel.mesh import axes_size
@@ -109,7 +110,7 @@ class Generator:
                 f"batch is {batch}, and it is sharded over {shards} devices along "
                 f"{served.shardings.batch_axes}: use a multiple of {shards}"
             )
-        self._layout = dict(model.options).get("layout", "contiguous")
+        self._layout = parse_layout(dict(model.options).get("layout", "contiguous"))
         self._devices = axes_size(served.shardings.mesh, served.shardings.token_axes)
         # The Ulysses axis splits each shard of the layout.
         ulysses_axis = dict(model.options).get("ulysses_axis")
@@ -331,7 +332,7 @@ class Generator:
 
     def _step(self, length: int) -> int:
         """The number of which a padded length is a multiple."""
-        unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
+        unit = math.lcm(self._layout.padded_length(1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
     @_locked

@@ -95,7 +95,9 @@ def test_mistakes_raise():
     def make(**options):
         return make_batch(ROWS, num_shards=4, segment_ids=SEGMENTS, **options)
 
-    with pytest.raises(ValueError, match="layout is 'balanced', without the size of its ring zone"):
+    with pytest.raises(
+        ValueError, match="layout is 'balanced', without the size of its gathered zone"
+    ):
         make(layout="balanced")
     with pytest.raises(
         ValueError,
