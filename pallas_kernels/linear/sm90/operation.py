@@ -6,11 +6,13 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arrays import unvary, vary, varying_axes
 from pallas_kernels.backend import needs_gpu
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import (
@@ -211,15 +213,28 @@ def _unsupported(inputs: Inputs) -> str | None:
     return None
 
 
+def _unmarked[Results](function: Callable[..., Results]) -> Callable[..., Results]:
+    """``function`` of arrays that vary over mesh axes.
+
+    A kernel's loop may carry both what it has loaded, which would be marked, and what it computes
+    by thread, which would not.
+    """
+
+    def run(*arrays: Any) -> Results:
+        return vary(function(*jax.tree.map(unvary, arrays)), varying_axes(arrays))
+
+    return run
+
+
 MOSAIC_SM90 = Implementation(
     name="mosaic_sm90",
-    prepare=prepare,
-    forward=forward,
-    affine=affine,
+    prepare=_unmarked(prepare),
+    forward=_unmarked(forward),
+    affine=_unmarked(affine),
     keep=lambda prepared: prepared,
     restore=lambda inputs, kept: kept,
-    first_gradient=first_state_gradient,
-    backward=backward,
+    first_gradient=_unmarked(first_state_gradient),
+    backward=_unmarked(backward),
     multiple=CHUNK,
     unsupported=_unsupported,
     unavailable=_unavailable,
