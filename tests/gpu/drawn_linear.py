@@ -196,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--implementation", help="of the rule (default: the fastest)")
-    add("--count", type=int, default=20, help="number of draws (default: 20)")
+    add("--count", type=int, default=20, help="draws before this one (default: 20)")
+    add("--first", type=int, default=0, help="the first draw (default: 0)")
+    add("--step", type=int, default=1, help="to the next one, for many processes (default: 1)")
     add("--minutes", type=float, default=float("inf"), help="after which no further one starts")
     add("--only", type=int, help="one draw alone")
     add("--head-dim", type=int, default=128, help="of keys and values (default: 128)")
@@ -204,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     start, ran, wrong = time.perf_counter(), 0, 0
     late, worst = start + 60 * args.minutes, dict.fromkeys(linear_cases.NAMES, 0.0)
-    indices = iter(range(args.count) if args.only is None else [args.only])
+    indices = iter(range(args.first, args.count, args.step) if args.only is None else [args.only])
     waiting: list[Check] = []
     with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
         while True:
@@ -228,10 +230,10 @@ def main(argv: list[str] | None = None) -> int:
             seconds = time.perf_counter() - check.began
             print(f"{'right' if right else 'WRONG'}  {check.drawn}: {shown}, {seconds:.0f} s")
             # A process that is ended has told what it found.
-            found = {"calls": 1, "wrong": int(not right)}
+            found = {"linear calls": 1, "wrong": int(not right)}
             print(f"figure: {json.dumps(found)}", flush=True)
     if ran:
-        shown = {"largest error": float(f"{max(worst.values()):.2g}")}
+        shown = {"largest linear error": float(f"{max(worst.values()):.2g}")}
         print(f"{ran} calls, {wrong} wrong; largest errors {worst}\nfigure: {json.dumps(shown)}")
     return int(wrong > 0)
 
