@@ -22,6 +22,7 @@ from burst_jax.linear.arrays import (
     check_rule,
     check_segment_ids,
     check_shapes,
+    without_absent,
 )
 from burst_jax.linear.devices import Devices
 from burst_jax.parallel.mesh import AxisNames
@@ -127,7 +128,7 @@ def gated_delta_rule(
         "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
         "segment_ids": segment_ids, "initial_state": initial_state,
     }  # fmt: skip
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    arrays = without_absent(arrays, "segment_ids", "initial_state")
     sizes = check_rule(DIMENSIONS, arrays, "initial_state")
     padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
     if segment_ids is not None:
@@ -240,7 +241,7 @@ def short_convolution(
       NotImplementedError: a layout without long runs of tokens on a device (striped, balanced).
     """
     arrays = {"x": x, "weight": weight, "segment_ids": segment_ids}
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    arrays = without_absent(arrays, "segment_ids")
     sizes = check_shapes(DIMENSIONS, arrays)
     check_floats(arrays, ("x", "weight"))
     padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)

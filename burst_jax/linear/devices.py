@@ -108,7 +108,7 @@ class Devices:
         if self.size == 1:
             return
         if self.mesh is not None:
-            check_length(self.layout, length, self.size, name=f"the {name}'s length T")
+            check_length(self.layout, length, self.size, name=f"the length T of {name}")
         elif length % shard_unit(self.layout):
             raise ValueError(
                 f"{name} holds {length} tokens per device: the {self.layout} layout needs an even "
