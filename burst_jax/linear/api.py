@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,25 @@ from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.linear.choice import check as check_implementation
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`gated_delta_rule`, for its overloads."""
+
+    mesh: Mesh | AbstractMesh | None
+    axis_name: AxisNames
+    seq_axis: AxisNames
+    batch_axis: AxisNames
+    tensor_axis: AxisNames
+    layout: Layout
+    scale: float | None
+    segment_ids: jax.Array | None
+    padding_id: int
+    initial_state: jax.Array | None
+    implementation: str | None
+
+
+# A TypedDict may have further keys, for all a type checker knows.
 @overload
-def gated_delta_rule(
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -38,12 +55,12 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     return_final_state: Literal[False] = False,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
 @overload
-def gated_delta_rule(
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -51,8 +68,21 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     return_final_state: Literal[True],
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    return_final_state: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def gated_delta_rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,12 @@ def zeros(*shape, dtype=jnp.float32):
     return jnp.zeros(shape, dtype)
 
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "query": zeros(B, T, K, H), "key": zeros(B, T, K, H), "value": zeros(B, T, N, HV),
     "log_decay": zeros(B, T, N), "beta": zeros(B, T, N),
 }  # fmt: skip
-STEP = {name: x[:, 0] for name, x in GOOD.items()} | {"state": zeros(B, N, H, HV)}
-CONVOLUTION = {"x": zeros(B, T, N), "weight": zeros(4, N)}
+STEP: dict[str, Any] = {name: x[:, 0] for name, x in GOOD.items()} | {"state": zeros(B, N, H, HV)}
+CONVOLUTION: dict[str, Any] = {"x": zeros(B, T, N), "weight": zeros(4, N)}
 IDS = np.ones((B, T), np.int32)
 
 # Changes of a call, and its message.
