@@ -35,10 +35,11 @@ except _metadata.PackageNotFoundError:  # A checkout on the path, which is not i
     __version__ = "0+unknown"
 
 # Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
-_PACKAGES = ("data", "models", "plan", "serving", "training", "verify")
+_PACKAGES = ("data", "linear", "models", "plan", "serving", "training", "verify")
 
 if _TYPE_CHECKING:
     from burst_jax import data as data
+    from burst_jax import linear as linear
     from burst_jax import models as models
     from burst_jax import plan as plan
     from burst_jax import serving as serving

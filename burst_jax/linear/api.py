@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,32 @@ from burst_jax.linear.arrays import (
     check_rule,
     check_segment_ids,
     check_shapes,
+    without_absent,
 )
 from burst_jax.linear.devices import Devices
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.linear.choice import check as check_implementation
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`gated_delta_rule`, for its overloads."""
+
+    mesh: Mesh | AbstractMesh | None
+    axis_name: AxisNames
+    seq_axis: AxisNames
+    batch_axis: AxisNames
+    tensor_axis: AxisNames
+    layout: Layout
+    scale: float | None
+    segment_ids: jax.Array | None
+    padding_id: int
+    initial_state: jax.Array | None
+    implementation: str | None
+
+
+# A TypedDict may have further keys, for all a type checker knows.
 @overload
-def gated_delta_rule(
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -37,12 +55,12 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     return_final_state: Literal[False] = False,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
 @overload
-def gated_delta_rule(
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -50,8 +68,21 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     return_final_state: Literal[True],
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    return_final_state: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def gated_delta_rule(
@@ -127,7 +158,7 @@ def gated_delta_rule(
         "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
         "segment_ids": segment_ids, "initial_state": initial_state,
     }  # fmt: skip
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    arrays = without_absent(arrays, "segment_ids", "initial_state")
     sizes = check_rule(DIMENSIONS, arrays, "initial_state")
     padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
     if segment_ids is not None:
@@ -240,7 +271,7 @@ def short_convolution(
       NotImplementedError: a layout without long runs of tokens on a device (striped, balanced).
     """
     arrays = {"x": x, "weight": weight, "segment_ids": segment_ids}
-    arrays = {name: x for name, x in arrays.items() if x is not None}
+    arrays = without_absent(arrays, "segment_ids")
     sizes = check_shapes(DIMENSIONS, arrays)
     check_floats(arrays, ("x", "weight"))
     padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)

@@ -37,6 +37,11 @@ STEP = {
 OUT, STATE = "B T N Hv", "B N H Hv"
 
 
+def without_absent(arrays: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+    """The arrays but for optional ones that are None."""
+    return {name: x for name, x in arrays.items() if x is not None or name not in optional}
+
+
 def check_shapes(dimensions: Mapping[str, str], arrays: Mapping[str, Any]) -> dict[str, int]:
     """The sizes by letter; raises ValueError unless the arrays have these dimensions."""
     sizes: dict[str, int] = {}

@@ -84,7 +84,7 @@ def _inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Inputs:
     """A device's runs in the batch, with zeros in padding."""
     runs = request.runs
     names = ("query", "key", "value", "log_decay", "beta")
-    given = [runs.split(arrays[name]) for name in names]
+    given: Any = [runs.split(arrays[name]) for name in names]
     if "segment_ids" not in arrays:
         return Inputs(*given)
     tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
@@ -93,7 +93,7 @@ def _inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Inputs:
         jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros((), x.dtype))
         for x in given
     ]
-    return Inputs(*given, tokens)
+    return Inputs(*given, tokens=tokens)
 
 
 def _padded(inputs: Inputs, multiple: int) -> Inputs:
@@ -183,7 +183,7 @@ def _backward(
         last = last + arriving(runs, Maps(m.swapaxes(-1, -2), own), reverse=True)
     made = implementation.backward(inputs, prepared, start, do, last, scale)
     *gradients, first = made
-    arrays = [x.astype(y.dtype) for x, y in zip(gradients, inputs, strict=False)]
+    arrays = [x.astype(y.dtype) for x, y in zip(gradients, inputs[:5], strict=True)]
     no_gradient: Any = None
     return Inputs(*arrays, tokens=no_gradient), first
 

@@ -110,7 +110,7 @@ class Devices:
         if self.size == 1:
             return
         if self.mesh is not None:
-            self.layout.check_length(length, self.size, f"the {name}'s length T")
+            self.layout.check_length(length, self.size, f"the length T of {name}")
         else:
             self.layout.check_shard(length, name)
 

@@ -91,7 +91,11 @@ def _prepare(inputs: Inputs) -> _Prepared:
 def _restore(inputs: Inputs, kept: None) -> _Prepared:
     """The chunks would be many times the inputs' memory, so that they are computed again."""
     del kept
-    return _Prepared(*jax.vjp(lambda *arrays: _chunks(*arrays, inputs.tokens), *inputs[:5]))
+
+    def chunks(*arrays: Any) -> _Chunks:
+        return _chunks(*arrays, tokens=inputs.tokens)
+
+    return _Prepared(*jax.vjp(chunks, *inputs[:5]))
 
 
 def _forward(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import compiled_programs as compiled
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from burst_jax import linear
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.sm90 import operation
 
@@ -54,3 +57,43 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in KERNELS}
     assert (seen.stack, seen.spills) == (0, 0)
     assert not seen.serialized
+
+
+def linear_ring(layout, mesh):
+    """Forward and backward over the mesh; the cotangent is the output."""
+
+    def run(*arrays):
+        o, vjp = jax.vjp(lambda *x: linear.gated_delta_rule(*x, mesh=mesh, layout=layout), *arrays)
+        return vjp(o)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_eight_devices_gather_their_maps_alone(layout):
+    """Of M and U, float32, forward and backward; no token is sent, none is gathered."""
+    n, tokens = 8, 256
+    mesh = compiled.gpu_mesh("h100", n)
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
+        return jax.ShapeDtypeStruct((1, n * tokens, *shape), dtype, sharding=sharding)
+
+    keys, values, gates = array(KEY_HEADS, 128), array(HEADS, 128), array(HEADS, dtype=jnp.float32)
+    program = compiled.compile_for(linear_ring(layout, mesh), keys, keys, values, gates, gates)
+    operations = [each for line in compiled.computations(program).values() for each in line]
+    kinds = {each.opcode.removesuffix("-start") for each in operations}
+    moving = {"all-to-all", "all-reduce", "reduce-scatter", "collective-permute", "all-gather"}
+    assert kinds & moving == {"all-gather"}
+    gathers = [each for each in operations if each.opcode in ("all-gather", "all-gather-start")]
+    blocks = 2 if layout == "zigzag" else 1
+    # Of the results alone: a started gather has its operands in front.
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for each in gathers
+        for dims in re.findall(r"f32\[([\d,]+)\]", each.result)
+        if dims.startswith(f"{n},")
+    ]
+    maps = n * blocks * HEADS * 128 * 128
+    assert sizes == [maps] * 4
+    assert not any("bf16[" in each.result for each in gathers)

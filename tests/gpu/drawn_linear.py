@@ -77,7 +77,7 @@ def draw(index: int, devices: int, head_dim: int = 128) -> Draw:
         devices=1 if index % 4 == 3 else devices,
         layout=("zigzag", "contiguous")[index % 2],
         # Runs of whole chunks, and of a part of one.
-        run=int(64 * rng.integers(1, 8) - rng.choice([0, rng.integers(64)])),
+        run=int(64 * rng.integers(1, 8) - rng.integers(2) * rng.integers(64)),
         batch=int(rng.integers(1, 3)),
         heads=((4, 2), (2, 2), (3, 1), (1, 1))[rng.integers(4)],
         head_dim=head_dim,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ LENGTH = 1680
 LAYOUTS = ("contiguous", "zigzag")
 QUICK = {(1, "contiguous"), (2, "contiguous"), (3, "zigzag"), (8, "zigzag")}
 # Documents with padding in them, some longer than a shard; gates of 0, 1 and 2 and near them.
-KINDS = {
+KINDS: dict[str, Any] = {
     "documents": {"documents": 5, "edges": True},
     "one document": {"decay": 1e-3},
     "strong decay": {"documents": 40, "decay": 3.0},
@@ -42,11 +43,9 @@ def errors_of(kind, n, layout, gathered=exchange.GATHERED):
     """Relative errors by result."""
     case = case_of(kind)
     call = calls.on_mesh(n, layout)
-    before, exchange.GATHERED = exchange.GATHERED, gathered
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "GATHERED", gathered)
         got = calls.results(call, case, n, layout)
-    finally:
-        exchange.GATHERED = before
     want = truth_of(kind)
     return {name: linear_cases.error(got[name], want[name]) for name in got}
 

@@ -128,7 +128,7 @@ def test_single_steps_are_the_rule():
     state, outputs = jnp.asarray(c.start), []
     step = quick_jit(linear.gated_delta_rule_step)
     for t in range(20):
-        o, state = step(*(jnp.asarray(x[:, t]) for x in c[:5]), state)
+        o, state = step(*(jnp.asarray(x[:, t]) for x in c[:5]), state=state)
         outputs.append(o)
     assert linear_cases.error(jnp.stack(outputs, 1), want["o"][:, :20]) < 1e-6
     arrays = [jnp.asarray(x[:, :20]) for x in c[:5]]
@@ -136,9 +136,8 @@ def test_single_steps_are_the_rule():
         *arrays, initial_state=jnp.asarray(c.start), return_final_state=True
     )
     np.testing.assert_allclose(state, last, rtol=0, atol=1e-5)
-    halves = [jnp.asarray(x[:, 20], jnp.bfloat16) for x in c[:3]]
-    o, after = linear.gated_delta_rule_step(
-        *halves, *(jnp.asarray(x[:, 20]) for x in c[3:5]), state, scale=0.5
-    )
+    arrays = [jnp.asarray(x[:, 20], jnp.bfloat16) for x in c[:3]]
+    arrays += [jnp.asarray(x[:, 20]) for x in c[3:5]]
+    o, after = linear.gated_delta_rule_step(*arrays, state=state, scale=0.5)
     assert o.dtype == jnp.bfloat16
     assert after.dtype == jnp.float32

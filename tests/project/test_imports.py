@@ -23,7 +23,7 @@ PACKAGES = (
         f"burst_jax.{name}"
         for name in (
             *("errors", "json_files", "array_files", "command_line", "jax_compat", "parallel"),
-            *("layouts", "ring", "attention", "layers", "models"),
+            *("layouts", "ring", "attention", "linear", "layers", "models"),
             *("data", "training", "serving", "plan", "verify"),
         )
     ),
@@ -93,7 +93,7 @@ import flax.linen, flax.nnx, jax
 before = set(sys.modules)
 import burst_jax
 new = sorted(set(sys.modules) - before)
-for name in ("data", "models", "plan", "serving", "training"):
+for name in ("data", "linear", "models", "plan", "serving", "training"):
     assert name in dir(burst_jax), name
 print(*new)
 from pallas_kernels import MOSAIC_SM80
@@ -123,7 +123,7 @@ print(*{"burst_jax.data", "grain", "tokenizers", "safetensors", "qwix"} & set(sy
     assert len(imported) < 70, imported
     own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
     assert len(imported) - len(own) < 5, imported
-    lazy = ("mosaic", "data", "models", "plan", "serving", "training", "verify")
+    lazy = ("mosaic", "linear", "data", "models", "plan", "serving", "training", "verify")
     assert not {name.split(".")[1] for name in own if "." in name} & set(lazy)
     assert error == "module 'burst_jax' has no attribute 'modles'"
 

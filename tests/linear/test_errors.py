@@ -1,0 +1,207 @@
+"""Errors: every message names the argument, its value and the remedy."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+
+from burst_jax import linear
+from pallas_kernels import SlowerKernelsWarning
+from pallas_kernels.linear import choice
+from pallas_kernels.linear.backend import Inputs
+
+B, T, K, N, H, HV = 2, 24, 2, 4, 8, 16
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+GOOD: dict[str, Any] = {
+    "query": zeros(B, T, K, H), "key": zeros(B, T, K, H), "value": zeros(B, T, N, HV),
+    "log_decay": zeros(B, T, N), "beta": zeros(B, T, N),
+}  # fmt: skip
+STEP: dict[str, Any] = {name: x[:, 0] for name, x in GOOD.items()} | {"state": zeros(B, N, H, HV)}
+CONVOLUTION: dict[str, Any] = {"x": zeros(B, T, N), "weight": zeros(4, N)}
+IDS = np.ones((B, T), np.int32)
+
+# Changes of a call, and its message.
+WRONG = [
+    ({"query": zeros(B, T, H)}, "query has shape (2, 24, 8): it must be [B, T, K, H]"),
+    ({"key": zeros(B, T, 1, H)},
+     "key has shape (2, 24, 1, 8), query has K = 2: key must be [B, T, K, H] with the same K"),
+    ({"value": zeros(B, T, 3, HV), "log_decay": zeros(B, T, 3), "beta": zeros(B, T, 3)},
+     "key has 2 heads, value 3: the number of value heads must be a multiple"),
+    ({"beta": zeros(B, 5, N)}, "beta has shape (2, 5, 4), query has T = 24"),
+    ({"beta": None}, "beta is a NoneType: it must be an array"),
+    ({"query": [1.0]}, "query is a list: it must be an array"),
+    ({"key": zeros(B, T, K, H, dtype=jnp.bfloat16)},
+     "dtypes are query float32, key bfloat16, value float32: cast them to one dtype"),
+    ({"beta": zeros(B, T, N, dtype=jnp.int32)}, "beta has dtype int32: cast it to one of"),
+    ({"initial_state": zeros(B, N, HV, H)}, "initial_state has shape (2, 4, 16, 8), query has H"),
+    ({"initial_state": zeros(B, N, H, HV, dtype=jnp.bfloat16)},
+     "initial_state has dtype bfloat16: cast it to float32"),
+    ({"segment_ids": IDS[:, :5]}, "segment_ids has shape (2, 5), query has T = 24"),
+    ({"segment_ids": IDS.astype(np.float32)}, "segment_ids has dtype float32: convert it to int32"),
+    ({"segment_ids": -IDS}, "segment_ids holds -1, and padding_id is 0: pass padding_id=-1 if"),
+    ({"padding_id": 0.5}, "padding_id is 0.5: it must be an integer"),
+    ({"scale": "1"}, "scale is '1': it must be a Python number"),
+    ({"return_final_state": 1}, "return_final_state is 1: it must be True or False"),
+    ({"implementation": "cuda"}, "implementation is 'cuda': use None or one of 'mosaic_sm90'"),
+    ({"layout": "zigzig"}, "layout is 'zigzig': use one of"),
+]  # fmt: skip
+OF_MESH = [
+    ({"seq_axis": "sequence"}, "seq_axis is 'sequence': the mesh's axes are 'data', 'seq'"),
+    ({"batch_axis": "seq"}, "batch_axis is 'seq', and so is one of seq_axis"),
+    ({"batch_axis": ("data", "model")}, "query has shape (2, 24, 2, 8): its B must be a"),
+    ({"axis_name": "seq"}, "axis_name is 'seq' and mesh is given: pass axis_name for one"),
+    ({"layout": "zigzag", **{name: x[:, :22] for name, x in GOOD.items()}},
+     "the length T of value is 22: the zigzag layout over 2 shards needs a multiple of 4"),
+]  # fmt: skip
+IMPOSSIBLE = [
+    ({"log_decay": zeros(B, T, N, H)},
+     "log_decay has shape (2, 24, 4, 8), a decay per key channel (Kimi Delta Attention), which"),
+    ({"layout": "striped"},
+     "layout is 'striped', in which neighboring tokens are on different devices: gated_delta_rule "
+     "needs 'zigzag' or 'contiguous', in all layers of the model"),
+    ({"layout": "striped:4"}, "layout is 'striped:4', in which"),
+    ({"layout": "balanced:0"}, "layout is 'balanced:0': gated_delta_rule does not know its"),
+    ({"implementation": "mosaic_sm90"},
+     "implementation 'mosaic_sm90' cannot run: it needs compute capability 9.0 (Hopper), the "
+     "arrays are on 'cpu'; use None"),
+    ({"implementation": "mosaic_sm80"},
+     "implementation 'mosaic_sm80' cannot run: there are no Ampere kernels of the gated"),
+]  # fmt: skip
+
+
+def message_of(kind, call):
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def on_mesh(**change):
+    mesh = mesh_of(data=2, seq=2, model=2)
+    return linear.gated_delta_rule(**GOOD | {"mesh": mesh} | change)
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_arguments(change, message):
+    for call in (functools.partial(linear.gated_delta_rule, **GOOD | change),
+                 functools.partial(on_mesh, **change)):  # fmt: skip
+        assert message in message_of(ValueError, call)
+
+
+@pytest.mark.parametrize(("change", "message"), OF_MESH, ids=[message for _, message in OF_MESH])
+def test_wrong_meshes(change, message):
+    assert message in message_of(ValueError, functools.partial(on_mesh, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), IMPOSSIBLE, ids=[message for _, message in IMPOSSIBLE]
+)
+def test_what_is_not_implemented(change, message):
+    assert message in message_of(NotImplementedError, functools.partial(on_mesh, **change))
+
+
+def inside(devices, axes, **arguments):
+    """Inside a shard_map over all axes of a mesh, with tokens over ``axes``."""
+    spec = P(None, axes)
+    names = list(GOOD)
+
+    def run(*arrays):
+        return linear.gated_delta_rule(*arrays, **arguments)
+
+    return jax.shard_map(run, mesh=devices, in_specs=(spec,) * len(names), out_specs=spec)(
+        *GOOD.values()
+    )
+
+
+def test_inside_and_outside_of_a_shard_map():
+    mesh = mesh_of(seq=2)
+    forgotten = message_of(ValueError, lambda: inside(mesh, "seq"))
+    assert (
+        "axis_name is None inside a shard_map over ('seq',): pass axis_name='seq', or" in forgotten
+    )
+    given = message_of(ValueError, lambda: inside(mesh, "seq", mesh=mesh))
+    assert "mesh is given inside a shard_map over ('seq',): pass axis_name= there" in given
+    other = message_of(ValueError, lambda: inside(mesh, "seq", axis_name="data"))
+    assert "axis_name is 'data', the manual mesh axes here are ('seq',): call" in other
+    outside = message_of(ValueError, lambda: linear.gated_delta_rule(**GOOD, axis_name="seq"))
+    assert "call gated_delta_rule inside a shard_map over that axis, or outside of one" in outside
+    odd = mesh_of(seq=8)
+    uneven = message_of(ValueError, lambda: inside(odd, "seq", axis_name="seq", layout="zigzag"))
+    assert "value holds 3 tokens per device: the zigzag layout needs an even number" in uneven
+    # Whole sequences on each device.
+    assert inside(mesh, None, seq_axis=None).shape == (B, T, N, HV)
+
+
+def test_arrays_of_several_devices_need_a_mesh():
+    mesh = mesh_of(seq=2)
+    split = jax.device_put(GOOD["value"], jax.NamedSharding(mesh, P(None, "seq")))
+    message = message_of(ValueError, lambda: linear.gated_delta_rule(**GOOD | {"value": split}))
+    assert message.startswith("value is split over several devices, float32[2,24,4,16]")
+    assert "pass mesh= to gated_delta_rule, with seq_axis=None if no axis" in message
+
+
+def test_errors_of_the_step():
+    for change, message in (
+        ({"state": zeros(B, N, HV, H)}, "state has shape (2, 4, 16, 8), query has H = 8"),
+        ({"state": zeros(B, N, H, HV, dtype=jnp.bfloat16)}, "state has dtype bfloat16: cast it"),
+        ({"beta": zeros(B)}, "beta has shape (2,): it must be [B, N]"),
+    ):
+        call = functools.partial(linear.gated_delta_rule_step, **STEP | change)
+        assert message in message_of(ValueError, call)
+    kda = functools.partial(linear.gated_delta_rule_step, **STEP | {"log_decay": zeros(B, N, H)})
+    assert "pass one per value head, [B, N]" in message_of(NotImplementedError, kda)
+
+
+def test_errors_of_the_convolution():
+    mesh = mesh_of(seq=2)
+    for kind, change, message in (
+        (ValueError, {"weight": zeros(4, 5)}, "weight has shape (4, 5), x has F = 4: weight must"),
+        (ValueError, {"x": zeros(B, T)}, "x has shape (2, 24): it must be [B, T, F]"),
+        (ValueError, {"weight": zeros(4, N, dtype=jnp.int32)}, "weight has dtype int32: cast it"),
+        (ValueError, {"segment_ids": -IDS}, "segment_ids holds -1, and padding_id is 0"),
+        (ValueError, {"x": zeros(B, 23, N)}, "the length T of x is 23: the contiguous layout"),
+        (NotImplementedError, {"layout": "striped"}, "short_convolution needs 'zigzag'"),
+    ):
+        call = functools.partial(linear.short_convolution, **CONVOLUTION | {"mesh": mesh} | change)
+        assert message in message_of(kind, call)
+
+
+def resolved(name, capability, dim=128, dtype=jnp.bfloat16):
+    x = jax.ShapeDtypeStruct((1, 64, 2, dim), dtype)
+    gates = jax.ShapeDtypeStruct((1, 64, 2), jnp.float32)
+    inputs = Inputs(x, x, x, gates, gates)
+    found = choice.resolve(name, platform="gpu", compute_capability=capability, inputs=inputs)
+    return found.name
+
+
+def test_implementations_of_each_gpu():
+    assert resolved(None, 9.0) == resolved("mosaic_sm90", 9.0) == "mosaic_sm90"
+    assert resolved("xla", 9.0) == "xla"
+    for options, reason in (
+        ({"capability": 9.0, "dim": 64},
+         "'mosaic_sm90': it has head dims (128, 128), query and value have (64, 64)"),
+        ({"capability": 9.0, "dtype": jnp.float32},
+         "'mosaic_sm90': it computes in bfloat16, query has dtype float32"),
+        ({"capability": 8.0}, "'mosaic_sm80': there are no Ampere kernels of the gated delta rule"),
+        ({"capability": 10.0}, "'mosaic_sm80': there are no Ampere kernels"),
+    ):  # fmt: skip
+        with pytest.warns(SlowerKernelsWarning, match=re.escape(reason)):
+            assert resolved(None, **options) == "xla"
+    with warnings.catch_warnings():  # A GPU without kernels of attention either.
+        warnings.simplefilter("error")
+        assert resolved(None, 7.5) == "xla"
+    with pytest.raises(NotImplementedError, match=r"'mosaic_sm90' cannot run: it has head dims"):
+        resolved("mosaic_sm90", 9.0, dim=64)
