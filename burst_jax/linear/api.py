@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
     seq_axis: AxisNames
     batch_axis: AxisNames
     tensor_axis: AxisNames
-    layout: Layout
+    layout: LayoutLike
     scale: float | None
     segment_ids: jax.Array | None
     padding_id: int
