@@ -183,7 +183,7 @@ def attend_by_matmuls(
 
 def _by_name(name: str) -> DecodeAttention:
     """An implementation by its name. Importing kernels takes most of a second, so it is late."""
-    if name != "mosaic_sm80":
+    if name in ("xla", "reference"):
         return DecodeAttention("xla", attend_by_matmuls)
     from pallas_kernels.mosaic.sm80 import decode
 

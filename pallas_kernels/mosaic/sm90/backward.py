@@ -15,8 +15,8 @@ row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mo
 
 How the consumers share the work depends on the head dims (``backward_forms.py``). A consumer's loop
 step is in ``backward_step.py``, those of head dims above 128 in ``wide_step.py`` and
-``split_step.py``, scores and their gradients in ``backward_scores.py``,
-zeros in padding in ``padding.py``, writes to global memory in ``backward_epilogue.py``.
+``split_step.py``, scores and their gradients in ``backward_scores.py``, zeros in padding in
+``padding.py``, writes to global memory in ``backward_epilogue.py``.
 """
 
 from __future__ import annotations
