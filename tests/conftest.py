@@ -60,6 +60,9 @@ TIERS = {
     ),
 }
 
+EVERY_JAX = "every_jax: .ci/run runs all of them on the oldest JAX, too"
+WHOLE = {"hopper_kernels", "every_jax"}  # Also with --first.
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -76,7 +79,8 @@ def pytest_addoption(parser):
         "--first",
         type=int,
         metavar="N",
-        help="only one case of each of the first N tests of a file; all of hopper_kernels",
+        help="only one case of each of the first N tests of a file; all of hopper_kernels and "
+        "every_jax",
     )
     parser.addoption(
         "--draw-seed",
@@ -130,6 +134,7 @@ def pytest_configure(config):
     global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY, DRAW_SEED, LOWERED_PROGRAMS
     for marker, (reason, _) in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {reason}")
+    config.addinivalue_line("markers", EVERY_JAX)
     IMPLEMENTATION = config.getoption("--implementation")
     DRAW_SEED = config.getoption("--draw-seed")
     LOWERED_PROGRAMS = config.getoption("--lowered-programs")
@@ -151,9 +156,10 @@ def pytest_configure(config):
             os.environ["XLA_FLAGS"] = f"{flags} {name}=1".strip()
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
-    # folder: an entry that another worker is still writing counts as missing.
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        for option, value in CACHE.items():
+    # folder: an entry that another worker is still writing counts as missing. The environment may
+    # name another folder, which checkouts share.
+    for option, value in CACHE.items():
+        if option.upper() not in os.environ:
             os.environ[option.upper()] = str(value)
             jax.config.update(option, value)
     compile_quickly()
@@ -193,7 +199,7 @@ def pytest_collection_modifyitems(config, items):
         names = seen[item.path]
         few = most is None or (item.originalname not in names and len(names) < most)
         names.add(item.originalname)
-        if markers.isdisjoint(absent) and (few or "hopper_kernels" in markers):
+        if markers.isdisjoint(absent) and (few or not markers.isdisjoint(WHOLE)):
             kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept

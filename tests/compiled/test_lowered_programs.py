@@ -17,6 +17,8 @@ import lowered_programs as programs
 import pytest
 from conftest import LOWERED_PROGRAMS
 
+pytestmark = pytest.mark.every_jax
+
 KINDS: dict[str, Any] = {
     "calls": programs.a_call, "layers": models.a_layer, "steps": models.a_step,
 }  # fmt: skip

@@ -25,7 +25,7 @@ import chunked_attention
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import utils
+from ampere import compile_as_ampere
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ring_draws import Ring, Tables, draw_ring, draw_tables, order_of
@@ -240,13 +240,6 @@ def take(counter: Path) -> int:
         file.truncate(0)
         file.write(str(number + 1))
         return number
-
-
-def compile_as_ampere(implementation: str) -> None:
-    """On a newer GPU, makes Mosaic GPU compile mosaic_sm80 with Ampere's instructions."""
-    device = jax.devices()[0]
-    if implementation == "mosaic_sm80" and float(device.compute_capability) >= 9:
-        utils._infer_arch = lambda: (8, 0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import hf_models
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trained_tokenizers import trained_tokenizer
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 1024
@@ -109,14 +109,9 @@ def write_model(folder: Path, size: Size) -> Path:
         for name, shape in shapes_of(size).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[BOS, EOS, OTHER_EOS], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([path.read_text() for path in texts()], trainer)
+    tokenizer = trained_tokenizer(
+        [path.read_text() for path in texts()], VOCABULARY, [BOS, EOS, OTHER_EOS]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}<|turn|>{% endfor %}"
     for name, content in {

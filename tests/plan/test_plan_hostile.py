@@ -28,6 +28,15 @@ def planned(capsys, *options):
         raise Ended(lines[0])
 
 
+def valid_and_special(file, content, call):
+    """The results of the valid content, and of what is no regular file."""
+    file.write_bytes(content)
+    yield check("valid", call)
+    with hostile.special_files(file) as found:
+        for name in found:
+            yield check(f"a {name}", call, (file.name,), rejected=True)
+
+
 def test_block_masks(tmp_path, capsys):
     file = tmp_path / "mask.npy"
 
@@ -52,11 +61,7 @@ def test_block_masks(tmp_path, capsys):
         for wrong in ([[1, 0]], [[1.0]], True, [], [[[[True]]]], [["a"]], [[True] * 3] * 4):
             file.write_bytes(hostile.saved(np.array(wrong)))
             yield check(f"{wrong}", call, ("block_mask has ",), rejected=True)
-        file.write_bytes(mask)
-        yield check("valid", call)
-        with hostile.special_files(file) as found:
-            for name in found:
-                yield check(f"a {name}", call, (file.name,), rejected=True)
+        yield from valid_and_special(file, mask, call)
 
     with hostile.unchanged(tmp_path, file):
         check_all(results(), 350)
@@ -79,11 +84,7 @@ def test_documents(tmp_path, capsys):
         for case in hostile.text_cases(json.dumps(valid).encode()):
             file.write_bytes(case.content)
             yield check(case.name, call, ((file.name, "batch"),), rejected=True)
-        file.write_text(json.dumps(valid))
-        yield check("valid", call)
-        with hostile.special_files(file) as found:
-            for name in found:
-                yield check(f"a {name}", call, (file.name,), rejected=True)
+        yield from valid_and_special(file, json.dumps(valid).encode(), call)
 
     with hostile.unchanged(tmp_path, file):
         check_all(results(), 80)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trained_tokenizers import trained_tokenizer
 
 from burst_jax.data import Loader
 
@@ -59,16 +59,7 @@ def write_lines(file):
 
 def write_tokenizer(file, text):
     """A tokenizer of 400 tokens, with truncation and padding enabled in its file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = trained_tokenizer([text], 400, ["<|end|>"])
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=7)
     tokenizer.save(str(file))

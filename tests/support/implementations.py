@@ -9,8 +9,8 @@ import interpreted_sm80
 import jax
 import jax.numpy as jnp
 import pytest
+from ampere import compile_as_ampere
 from conftest import IMPLEMENTATION, ON_GPU, REPLAYING
-from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import (
     MOSAIC_SM80,
@@ -50,9 +50,7 @@ IMPLEMENTATIONS = {
     "mosaic_sm80": _interpreted(mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64))),
 }
 if IMPLEMENTATION == "mosaic_sm80":
-    if float(jax.devices()[0].compute_capability) >= 9:
-        # A newer GPU runs Ampere's instructions, if Mosaic GPU is told to compile them.
-        utils._infer_arch = lambda: (8, 0)
+    compile_as_ampere(IMPLEMENTATION)
     IMPLEMENTATIONS["mosaic_sm80"] = MOSAIC_SM80
 if IMPLEMENTATION == "mosaic_sm90":
     IMPLEMENTATIONS["mosaic_sm90"] = MOSAIC_SM90

@@ -32,7 +32,6 @@ import interpreted_callbacks
 import interpreted_linear
 import interpreted_rows
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import callback, source_info_util
@@ -47,7 +46,6 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 )
 from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import inverse
@@ -445,24 +443,6 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
 
 
-def _add_in_register_order(target, staging, x, tile):
-    """What :func:`instructions.from_register_order` undoes, by one copy for all warps."""
-    flat = x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).transpose(0, 3, 2, 4, 1, 5)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staging[...] = flat.reshape(staging.shape)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, target, predicate=tile >= 0, reduction_op="add")
-
-
-def _store_rows(source, target, begin, end):
-    """Row by row."""
-    begin, end = (jnp.clip(row, 0, source.shape[0]) for row in (begin, end))
-
-    @pl.loop(begin, end)
-    def _(row):
-        target[row] = source[row]
-
-
 _compiling = threading.Lock()
 
 
@@ -483,22 +463,23 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
       patience: seconds after which a wait at a barrier is a deadlock, which is an error.
     """
     params = plgpu.InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=_CLOCKS)
+    patch = mock.patch.object
     with (
         interpreted_callbacks.with_numpy(),
-        mock.patch.object(_Impatient, "patience", patience),
-        mock.patch.object(instructions, "add_in_register_order", _add_in_register_order),
-        mock.patch.object(instructions, "store_left_operand", interpreted_rows.store_left_operand),
-        mock.patch.object(instructions, "store_transposed", interpreted_rows.store_transposed),
-        mock.patch.object(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
-        mock.patch.object(instructions, "start_product", interpreted_rows.start_product),
-        mock.patch.object(padding, "zero_rows", interpreted_rows.zero_rows),
-        mock.patch.object(inverse, "invert", interpreted_linear.invert),
-        mock.patch.object(transfers, "store_rows", _store_rows),
-        mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
-        mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
-        mock.patch.object(shared_memory, "Barrier", _Barrier),
-        mock.patch.object(shared_memory, "ClusterBarrier", _ClusterBarrier),
-        mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr),
+        patch(_Impatient, "patience", patience),
+        patch(instructions, "add_in_register_order", interpreted_rows.add_in_register_order),
+        patch(instructions, "store_left_operand", interpreted_rows.store_left_operand),
+        patch(instructions, "store_transposed", interpreted_rows.store_transposed),
+        patch(instructions, "fresh_zeros", interpreted_rows.fresh_zeros),
+        patch(instructions, "start_product", interpreted_rows.start_product),
+        patch(padding, "zero_rows", interpreted_rows.zero_rows),
+        patch(inverse, "invert", interpreted_linear.invert),
+        patch(transfers, "store_rows", interpreted_rows.store_rows),
+        patch(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
+        patch(shared_memory, "GPUSharedMemory", _Memory),
+        patch(shared_memory, "Barrier", _Barrier),
+        patch(shared_memory, "ClusterBarrier", _ClusterBarrier),
+        patch(thread_map, "_run_jaxpr", _run_jaxpr),
         plgpu.force_gpu_interpret_mode(params),
     ):
         try:

@@ -72,6 +72,24 @@ def zero_rows(target, transforms, segment_ids):
             target[row] = jnp.zeros(target.shape[1:], target.dtype)
 
 
+def add_in_register_order(target, staging, x, tile):
+    """What :func:`instructions.from_register_order` undoes, by one copy for all warps."""
+    flat = x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).transpose(0, 3, 2, 4, 1, 5)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staging[...] = flat.reshape(staging.shape)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, target, predicate=tile >= 0, reduction_op="add")
+
+
+def store_rows(source, target, begin, end):
+    """Instead of :func:`transfers.store_rows`, row by row."""
+    begin, end = (jnp.clip(row, 0, source.shape[0]) for row in (begin, end))
+
+    @pl.loop(begin, end)
+    def _(row):
+        target[row] = source[row]
+
+
 def fresh_zeros(shape):
     """Zeros, of any instruction."""
     return constant(shape, 0, TILE)
