@@ -22,6 +22,7 @@ from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax import linear
 from burst_jax.command_line import integer
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.linear.exchange import Maps, arriving
 from burst_jax.linear.runs import runs_of
 
@@ -58,7 +59,7 @@ def program(layout: str, mesh: Mesh, *, backward: bool) -> Callable[..., Any]:
 
 def exchange(layout: str, mesh: Mesh, sizes: Sizes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The exchange alone, and its arrays."""
-    runs = runs_of(layout, ("seq",), mesh.size, "this benchmark")
+    runs = runs_of(parse_layout(layout), ("seq",), mesh.size, "this benchmark")
 
     def run(m: Any, u: Any) -> Any:
         return arriving(runs, Maps(m, u))

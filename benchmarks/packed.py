@@ -27,8 +27,8 @@ from benchmarks.results import save_json
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.command_line import integer
-from burst_jax.layouts import balance
-from burst_jax.layouts.permutation import positions, zone_size
+from burst_jax.layouts import Balanced
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.vjp import outputs_and_residuals, ring_backward, ring_forward, ring_inputs
@@ -156,7 +156,7 @@ class PackedCase:
             head_dim=self.head_dim,
         )
         own = {field.name: getattr(ring, field.name) for field in dataclasses.fields(Request)}
-        own["query_offset"] = None if zone_size(layout) is not None else 0
+        own["query_offset"] = 0 if ring.layout.is_fixed else None
         return _OneDeviceRequest(**own, **fields)
 
 
@@ -167,7 +167,7 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
     def prepared(arrays: tuple[jax.Array, ...], device: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v, _ = arrays
         ids, order = device["orders"][device["shard"]]
-        query = QuerySide(q, order if zone_size(layout) is not None else None, ids)
+        query = QuerySide(q, parse_layout(layout).given_positions(order), ids)
         inputs = AttentionInputs(query, KVSide(k, v, query.positions, ids))
         received = itertools.cycle(device["received"])
         request = case.request(layout, **device | {"received": received})
@@ -189,7 +189,8 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
 
 def device_fields(case: PackedCase, layout: str, orders: np.ndarray) -> dict[str, Any]:
     """The fields of :class:`_OneDevice` on the first device, with :func:`order_of`'s ``orders``."""
-    zone = zone_size(layout) or 0
+    parsed = parse_layout(layout)
+    zone = parsed.known_zone if isinstance(parsed, Balanced) else 0
     # Random: products of equal numbers take less power, so the GPU would run them faster.
     received = case.devices, 1, zone, case.kv_heads, case.head_dim
     keys = jax.random.split(jax.random.key(1))
@@ -219,13 +220,12 @@ def whole(case: PackedCase) -> tuple[Any, Any]:
 def order_of(case: PackedCase, layout: str, lengths: list[int]) -> tuple[str, np.ndarray]:
     """The layout's full name, and int32 ``[n, 2, 1, c]``: every device's ids and positions."""
     n, c = case.devices, case.tokens
-    if layout == "balanced":
-        placed = balance(lengths, num_shards=n, tokens_per_shard=c)
-        layout, ids, order = placed.layout, placed.segment_ids, placed.positions
-    else:
-        order = positions(layout, n * c, n)
-        ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[order]
-    return layout, np.stack([ids.reshape(n, 1, c), order.reshape(n, 1, c)], 1).astype(np.int32)
+    ids = np.zeros((1, n * c), np.int32)
+    ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    fitted = parse_layout(layout).fitted(ids, n)
+    order, ids = fitted.order_of(ids, n)
+    both = ids.reshape(n, 1, c), np.maximum(order, 0).reshape(n, 1, c)
+    return fitted.name, np.stack(both, 1).astype(np.int32)
 
 
 def measure(

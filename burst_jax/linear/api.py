@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention.validation import check_bool, check_scale
 from burst_jax.errors import check_integer
-from burst_jax.layouts.permutation import Layout
+from burst_jax.layouts.parse import LayoutLike
 from burst_jax.linear import convolution, delta_rule
 from burst_jax.linear.arrays import (
     DIMENSIONS,
@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
     seq_axis: AxisNames
     batch_axis: AxisNames
     tensor_axis: AxisNames
-    layout: Layout
+    layout: LayoutLike
     scale: float | None
     segment_ids: jax.Array | None
     padding_id: int
@@ -97,7 +97,7 @@ def gated_delta_rule(
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
     tensor_axis: AxisNames = None,
-    layout: Layout = "contiguous",
+    layout: LayoutLike = "contiguous",
     scale: float | None = None,
     segment_ids: jax.Array | None = None,
     padding_id: int = 0,
@@ -131,7 +131,7 @@ def gated_delta_rule(
       seq_axis: the mesh axis that shards T, or a tuple of them; None if none does.
       batch_axis: the mesh axes that shard B.
       tensor_axis: the mesh axes that shard the heads, K and N.
-      layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.permutation`).
+      layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.fixed`).
       scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
       segment_ids: integers ``[B, T]``, an id per document. The state is zero at the beginning of
         each document but the first one of a sequence, which continues ``initial_state``. None is
@@ -236,7 +236,7 @@ def short_convolution(
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
     tensor_axis: AxisNames = None,
-    layout: Layout = "contiguous",
+    layout: LayoutLike = "contiguous",
     segment_ids: jax.Array | None = None,
     padding_id: int = 0,
 ) -> jax.Array:

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.shardings import check_devices
 from burst_jax.jax_compat import vmapped_over_mesh_axes
-from burst_jax.layouts.permutation import check_length, shard_unit
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.linear.arrays import DIMENSIONS
 from burst_jax.linear.runs import Runs, runs_of
 from burst_jax.parallel.mesh import (
@@ -54,7 +55,7 @@ class Devices:
     batch: tuple[str, ...]
     tensor: tuple[str, ...]
     size: int
-    layout: str
+    layout: Layout
 
     @classmethod
     def of(
@@ -66,9 +67,10 @@ class Devices:
         seq_axis: AxisNames,
         batch_axis: AxisNames,
         tensor_axis: AxisNames,
-        layout: str,
+        layout: LayoutLike,
     ) -> Devices:
         """From the arguments of the public functions; raises ValueError if one is wrong."""
+        order = parse_layout(layout)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         names = {"seq_axis": seq_axis, "batch_axis": batch_axis, "tensor_axis": tensor_axis}
         seq, batch, tensor = (axis_names(argument, axes) for argument, axes in names.items())
@@ -80,24 +82,24 @@ class Devices:
                 )
             axes = axis_names("axis_name", axis_name)
             size = math.prod(_size_in_shard_map(function, axis) for axis in axes)
-            return cls(function, None, axes, (), (), size, layout)
+            return cls(function, None, axes, (), (), size, order)
         if manual and mesh is None:
             if missed := [axis for axis in seq if axis in manual]:
                 raise ValueError(
                     f"axis_name is None inside a shard_map over {manual}: pass axis_name="
                     f"{missed[0]!r}, or seq_axis=None if each device has whole sequences"
                 )
-            return cls(function, None, (), (), (), 1, layout)
+            return cls(function, None, (), (), (), 1, order)
         if manual:
             raise ValueError(
                 f"mesh is given inside a shard_map over {manual}: pass axis_name= there, the mesh "
                 "axis of the sequence, with one device's arrays"
             )
         if mesh is None and jax.sharding.get_abstract_mesh().empty:
-            return cls(function, None, (), (), (), 1, layout)
+            return cls(function, None, (), (), (), 1, order)
         mesh = resolve_mesh(mesh)
         check_axes(mesh, names)
-        return cls(function, mesh, seq, batch, tensor, axes_size(mesh, seq), layout)
+        return cls(function, mesh, seq, batch, tensor, axes_size(mesh, seq), order)
 
     def runs(self) -> Runs:
         """The runs of tokens of each device."""
@@ -108,12 +110,9 @@ class Devices:
         if self.size == 1:
             return
         if self.mesh is not None:
-            check_length(self.layout, length, self.size, name=f"the length T of {name}")
-        elif length % shard_unit(self.layout):
-            raise ValueError(
-                f"{name} holds {length} tokens per device: the {self.layout} layout needs an even "
-                "number; pad the sequence with pad_to_layout"
-            )
+            self.layout.check_length(length, self.size, f"the length T of {name}")
+        else:
+            self.layout.check_shard(length, name)
 
     def spec(self, dimensions: str) -> P:
         """The spec of an array with dimensions in the letters of :data:`DIMENSIONS`."""

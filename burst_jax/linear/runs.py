@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import (
-    check_layout,
-    shard_runs,
-    shard_unit,
-    stripe_size,
-    zone_size,
-)
+from burst_jax.layouts.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,33 +71,33 @@ class Runs:
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def runs_of(layout: str, axes: tuple[str, ...], size: int, function: str) -> Runs:
+def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> Runs:
     """The runs of a layout.
 
     Args:
-      layout: its name.
+      layout: of the tokens on the devices.
       axes: the mesh axes of the sequence.
       size: number of devices along them.
       function: the caller's function, for messages.
 
     Raises:
-      ValueError: there is no such layout.
       NotImplementedError: the devices of this layout have no long runs.
     """
-    check_layout(layout)
-    if size == 1:  # All of them are the natural order then, but balanced ones.
-        if zone_size(layout) is None:
-            return Runs(axes, ((0,),))
-    elif stripe_size(layout) is not None:
+    shards = [layout.unit * blocks for blocks in (4, 8)]
+    found = [layout.runs(shard, size) for shard in shards]
+    if found[0] is None or found[1] is None:
+        raise NotImplementedError(
+            f"layout is {layout!r}: {function} does not know its documents' order on the devices "
+            "yet; use 'zigzag', with the same segment_ids"
+        )
+    if size == 1:
+        return Runs(axes, ((0,),))
+    starts, count = found[0], found[0].shape[1]
+    if count != found[1].shape[1]:  # Longer sequences have more runs, not longer ones.
         raise NotImplementedError(
             f"layout is {layout!r}, in which neighboring tokens are on different devices: "
             f"{function} needs 'zigzag' or 'contiguous', in all layers of the model; make batches "
             "with to_layout(batch, 'zigzag', n)"
         )
-    if zone_size(layout) is not None:
-        raise NotImplementedError(
-            f"layout is {layout!r}: {function} does not know its documents' order on the devices "
-            "yet; use 'zigzag', with the same segment_ids"
-        )
-    starts, _, count = shard_runs(layout, shard_unit(layout), size)
-    return Runs(axes, tuple(tuple(int(i) for i in row) for row in starts // count))
+    order = starts // (shards[0] // count)
+    return Runs(axes, tuple(tuple(int(i) for i in row) for row in order))

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from pallas_kernels.choice import NAMES, cannot_run, substitute, warn_of_xla
+import dataclasses
+from typing import Any
+
+from pallas_kernels.choice import NAMES, choose
 from pallas_kernels.linear.backend import Implementation, Inputs
 from pallas_kernels.linear.xla import XLA
 
-# Families of attention kernels that have none of the gated delta rule.
-_MISSING = {"mosaic_sm80": "there are no Ampere kernels of the gated delta rule"}
+
+@dataclasses.dataclass(frozen=True)
+class _Missing:
+    """Attention's kernels for GPUs that have none of the gated delta rule."""
+
+    name: str
+    reason: str
+
+    def unavailable(self, platform: str, compute_capability: float | None) -> str:
+        """Why it cannot run on a device."""
+        return self.reason
+
+
+_MISSING = _Missing("mosaic_sm80", "there are no Ampere kernels of the gated delta rule")
 
 
 def check(implementation: str | None) -> str | None:
@@ -25,8 +40,7 @@ def resolve(
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
-    If None chooses XLA on a GPU for which attention has kernels, a
-    :class:`pallas_kernels.SlowerKernelsWarning` has the reason.
+    See :func:`pallas_kernels.choice.choose`.
 
     Args:
       name: as of :func:`check`.
@@ -37,36 +51,24 @@ def resolve(
     Raises:
       NotImplementedError: the named one does not support the device or the arrays.
     """
-    # The reference is one of attention's alone.
-    name = "xla" if substitute() else name
-    where = platform, compute_capability, inputs
-    if name is None:
-        fastest = "mosaic_sm90" if compute_capability == 9.0 else "mosaic_sm80"
-        obstacle = _obstacle(fastest, *where) if platform == "gpu" else "no GPU"
-        if obstacle is not None and platform == "gpu" and (compute_capability or 0) >= 8.0:
-            warn_of_xla(fastest, obstacle)
-        return XLA if obstacle is not None else _named(fastest)
-    obstacle = _obstacle(name, *where)
-    if obstacle is not None:
-        raise NotImplementedError(cannot_run(name, obstacle))
-    return _named(name)
+    device = platform, compute_capability
+
+    def obstacle(one: Implementation | _Missing) -> str | None:
+        reason = one.unavailable(*device)
+        if reason is not None or isinstance(one, _Missing):
+            return reason
+        return one.unsupported(inputs)
+
+    chosen: Any = choose(name, _named, device, obstacle)
+    return chosen
 
 
-def _named(name: str) -> Implementation:
+def _named(name: str) -> Implementation | _Missing:
     """Importing kernels takes most of a second, so it is late."""
-    if name == "xla":
-        return XLA
-    from pallas_kernels.linear.sm90.operation import MOSAIC_SM90
+    if name == "mosaic_sm80":
+        return _MISSING
+    if name == "mosaic_sm90":
+        from pallas_kernels.linear.sm90.operation import MOSAIC_SM90
 
-    return MOSAIC_SM90
-
-
-def _obstacle(
-    name: str, platform: str, compute_capability: float | None, inputs: Inputs
-) -> str | None:
-    """Why an implementation cannot run, or None if it can."""
-    if name in _MISSING:
-        return _MISSING[name]
-    implementation = _named(name)
-    unavailable = implementation.unavailable(platform, compute_capability)
-    return implementation.unsupported(inputs) if unavailable is None else unavailable
+        return MOSAIC_SM90
+    return XLA  # Attention's reference is its own.
