@@ -140,7 +140,7 @@ def test_inside_and_outside_of_a_shard_map():
     assert "call gated_delta_rule inside a shard_map over that axis, or outside of one" in outside
     odd = mesh_of(seq=8)
     uneven = message_of(ValueError, lambda: inside(odd, "seq", axis_name="seq", layout="zigzag"))
-    assert "value holds 3 tokens per device: the zigzag layout needs an even number" in uneven
+    assert "value holds 3 tokens per shard: the zigzag layout needs an even number" in uneven
     # Whole sequences on each device.
     assert inside(mesh, None, seq_axis=None).shape == (B, T, N, HV)
 

@@ -38,6 +38,7 @@ SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
 OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k edges"
 CALL = "burst_jax/attention/call.py"
@@ -627,6 +628,18 @@ MUTANTS = [
     ("pallas_kernels/choice.py", "        skip_file_prefixes=_LIBRARIES,\n", "",
      "tests/pallas_kernels/test_resolve.py -k shown_once"),
     ("burst_jax/ring/half_remat.py", "if reason is not None:", "if False:", "tests/ring/test_half.py -k raises"),
+    # --- burst_jax/linear
+    ("burst_jax/linear/exchange.py", "runs.total - 1 - here if reverse else here", "here", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "jnp.where(place == 0, state, before(state))", "before(state)",
+     "tests/linear/test_context_parallel.py -k log_steps"),
+    ("burst_jax/linear/documents.py", "valid & (before != padding_id) & (before != here)",
+     "valid & (before != here)", LINEAR_RING),
+    ("burst_jax/linear/delta_rule.py", "Maps(m.swapaxes(-1, -2), own)", "Maps(m, own)", LINEAR_RING),
+    ("burst_jax/linear/delta_rule.py", "jnp.where(is_last, ends, 0).sum(0)", "ends.sum(0)", LINEAR_RING),
+    ("burst_jax/linear/convolution.py", "reaches & ~begins", "reaches",
+     "tests/linear/test_convolution.py"),
+    ("burst_jax/linear/convolution.py", "jnp.where(is_first, x, y)", "y",
+     "tests/linear/test_convolution.py"),
     # --- pallas_kernels/linear
     ("pallas_kernels/linear/xla.py", "jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)",
      "jnp.exp(total[..., -1:] - total)", LINEAR_XLA),
