@@ -271,7 +271,8 @@ def test_error_rows_hold_whole_messages_of_the_library():
     """So that a pasted message finds its row."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| `([^`]+)`(?: \(\w+\))? \| (.*) \|$", text, re.MULTILINE)
-    assert len(rows) > 140
+    # Messages carry their remedies: a row is for what needs an explanation.
+    assert 60 < len(rows) < 140
     known = list(templates())
     stale = {}
     for message, remedy in rows:
