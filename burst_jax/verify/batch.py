@@ -125,8 +125,8 @@ def balanced(
     """The batch in natural order for a balanced layout, and the layout's index ``[B, T]``.
 
     The layout gives documents new ids. Both programs get them, so that their values can be
-    compared. It fills places with padding; here they are the batch's own tokens of segment 0, so
-    that the layout is a permutation of all tokens, with position 0 as in :func:`make_batch`.
+    compared. Slots that the layout would pad get the batch's own tokens of segment 0, so that it is
+    a permutation of all tokens; their position is 0, as in :func:`make_batch`.
 
     Args:
       batch: in natural order.
@@ -219,7 +219,7 @@ def wrong_order(
 
 
 def _unlike(batch: Any, other: Any, ignored: np.ndarray | None = None) -> list[str]:
-    """Names of the arrays of a batch that another one does not have, but for ``ignored`` places."""
+    """Names of the arrays that differ between two batches, except at ``ignored`` positions."""
 
     def same(x: Any, y: np.ndarray) -> bool:
         x = np.asarray(x)
