@@ -20,9 +20,8 @@ from jax import lax
 
 from benchmarks.command_line import require_gpus
 from burst_jax.command_line import integer
-from burst_jax.serving.cache import SlotMetadata
-from burst_jax.serving.decode_attention import PartialAttention, attend_by_matmuls
-from pallas_kernels.mosaic.sm80.decode import DecodeConfig, decode_config, partial_attention
+from pallas_kernels import DecodeConfig, decode_config
+from pallas_kernels.decode import attend_by_kernel, attend_by_matmuls
 from pallas_kernels.timing import median_time, relative_error
 
 # Accepted relative difference from float32, with inputs and probabilities in bfloat16.
@@ -51,20 +50,16 @@ def _attend(
     ``kernel``: ``(config, splits)``, or None for XLA's matmuls.
     """
     batch, length = keys.shape[:2]
-    slots = SlotMetadata(jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32))
-    last, used = jnp.int32(length - 1), jnp.int32(length)
+    slots = jnp.arange(length, dtype=jnp.int32), jnp.ones((batch, length), jnp.int32)
+    ends = jnp.int32(length - 1), jnp.int32(length)
     scale = query.shape[-1] ** -0.5
+    arrays = keys, values, *slots, *ends
 
     def attend(query: jax.Array) -> jax.Array:
         if kernel is None:
-            partial = attend_by_matmuls(query, keys, values, slots, last, scale=scale)
-        else:
-            partial = PartialAttention(
-                *partial_attention(
-                    query, keys, values, slots.cache_positions, slots.present, last, used,
-                    scale=scale, config=kernel[0], splits=kernel[1],
-                )
-            )  # fmt: skip
+            return attend_by_matmuls(query, *arrays, scale=scale).attention(None)
+        config, splits = kernel
+        partial = attend_by_kernel(query, *arrays, scale=scale, config=config, splits=splits)
         return partial.attention(None)
 
     def again(_: Any, out: jax.Array) -> jax.Array:

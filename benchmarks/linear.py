@@ -22,10 +22,10 @@ from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax.command_line import Unusable, integer
 from pallas_kernels.linear import xla
+from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import operation
-from pallas_kernels.linear.sm90.operation import Inputs
 from pallas_kernels.linear.sm90.states import states
 from pallas_kernels.timing import relative_error
 
@@ -160,8 +160,8 @@ def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> di
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
     prepared = operation.prepare(given)
-    m, u = operation.affine(given, prepared)
-    starts = jnp.concatenate([start, product(m[:1], start) + u[:1]])
+    m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
+    starts = jnp.concatenate([start, ends[:1]])
     o, ends = operation.forward(given, prepared, starts, SCALE)
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
@@ -239,7 +239,7 @@ def kernel_programs(case: Case) -> list[Program]:
             functools.partial(operation.forward, scale=SCALE),
             lambda done: (inputs, done["prepare"], start),
         ),
-        ("affine map", operation.affine, lambda done: (inputs, done["prepare"])),
+        ("affine map", operation.affine, lambda done: (inputs, done["prepare"], start)),
         ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
         (
             "first state's gradient",

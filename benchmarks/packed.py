@@ -28,7 +28,8 @@ from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.command_line import integer
 from burst_jax.layouts import balance
-from burst_jax.layouts.permutation import positions, zone_size
+from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.permutation import positions
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.vjp import outputs_and_residuals, ring_backward, ring_forward, ring_inputs
@@ -156,7 +157,7 @@ class PackedCase:
             head_dim=self.head_dim,
         )
         own = {field.name: getattr(ring, field.name) for field in dataclasses.fields(Request)}
-        own["query_offset"] = None if zone_size(layout) is not None else 0
+        own["query_offset"] = 0 if ring.layout.is_fixed else None
         return _OneDeviceRequest(**own, **fields)
 
 
@@ -167,7 +168,7 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
     def prepared(arrays: tuple[jax.Array, ...], device: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v, _ = arrays
         ids, order = device["orders"][device["shard"]]
-        query = QuerySide(q, order if zone_size(layout) is not None else None, ids)
+        query = QuerySide(q, parse_layout(layout).given_positions(order), ids)
         inputs = AttentionInputs(query, KVSide(k, v, query.positions, ids))
         received = itertools.cycle(device["received"])
         request = case.request(layout, **device | {"received": received})
@@ -189,7 +190,7 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
 
 def device_fields(case: PackedCase, layout: str, orders: np.ndarray) -> dict[str, Any]:
     """The fields of :class:`_OneDevice` on the first device, with :func:`order_of`'s ``orders``."""
-    zone = zone_size(layout) or 0
+    zone = getattr(parse_layout(layout), "zone", 0)
     # Random: products of equal numbers take less power, so the GPU would run them faster.
     received = case.devices, 1, zone, case.kv_heads, case.head_dim
     keys = jax.random.split(jax.random.key(1))

@@ -29,7 +29,6 @@ from benchmarks.command_line import add_cases, add_outputs, require_gpus, requir
 from benchmarks.kernels import TOLERANCE, Case, matmul_ceiling
 from benchmarks.results import Results, Row, gib
 from burst_jax.command_line import Unusable
-from burst_jax.layouts.permutation import Layout
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.xla_options import XlaOptions
 from burst_jax.ring.rotation import RotationChoice
@@ -55,7 +54,7 @@ class Strategy:
     mesh: Mesh
     attend: Callable[..., jax.Array]
     axes: tuple[str, ...]
-    layout: Layout
+    layout: str
     shards: int
     copies: int = 1
     options: XlaOptions = dataclasses.field(default_factory=dict)
@@ -66,7 +65,7 @@ class Strategy:
         return NamedSharding(self.mesh, P("copies" if self.copies > 1 else None, self.axes))
 
     @property
-    def order(self) -> tuple[Layout, int, int, NamedSharding]:
+    def order(self) -> tuple[str, int, int, NamedSharding]:
         """The last arguments of :func:`_random`."""
         return self.layout, self.shards, self.copies, self.sharding
 
@@ -79,7 +78,7 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
 def ring(
     case: Case,
     n: int,
-    layout: Layout = "zigzag",
+    layout: str = "zigzag",
     *,
     shape: tuple[int, ...] = (),
     seq_axis: AxisNames = "seq",
@@ -234,7 +233,7 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
 def _random(
     key: jax.Array,
     shape: tuple[int, ...],
-    layout: Layout,
+    layout: str,
     shards: int,
     copies: int,
     sharding: NamedSharding,
@@ -246,7 +245,7 @@ def _random(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _natural(
-    x: jax.Array, layout: Layout, shards: int, copies: int, sharding: NamedSharding
+    x: jax.Array, layout: str, shards: int, copies: int, sharding: NamedSharding
 ) -> jax.Array:
     """``x`` in natural order; the last one of several copies."""
     x = x[-(x.shape[0] // copies) :]

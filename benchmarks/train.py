@@ -28,7 +28,7 @@ from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
 from burst_jax.command_line import Unusable, integer
-from burst_jax.layouts.permutation import check_length
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.models import DecoderConfig, MixtureOfExperts
 from burst_jax.models.experts import Experts
 from burst_jax.models.feed_forward import GatedMLP
@@ -163,7 +163,7 @@ def measure(
     """
     if strategy != "tensor parallel":
         # Other lengths would be padded, and timed with the padding.
-        check_length(strategy, length, n)
+        parse_layout(strategy).check_length(length, n)
     step = TrainingStep(config, strategy, weights, length, n, optimizer)
     first, seconds = step(), []
     for _ in range(steps):

@@ -6,9 +6,9 @@ python examples/compare_runs.py out/ring out/one_gpu
 from pathlib import Path
 
 import numpy as np
+from run_log import METRICS, read_metrics
 
 from burst_jax.command_line import Parser
-from burst_jax.training.run_log import METRICS, read_metrics
 
 
 def losses(folder: Path) -> dict[int, float]:

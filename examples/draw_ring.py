@@ -18,12 +18,13 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from burst_jax import positions
 from burst_jax.command_line import Parser
+from burst_jax.layouts import Contiguous
 from burst_jax.ring.route import RingMask, make_route
 from burst_jax.ring.schedule import Schedule, backward_schedule, forward_schedule
 from pallas_kernels.mask import Mask
 
 N, LENGTH = 4, 256
-ROUTE = make_route(("seq",), RingMask((N,), "contiguous", LENGTH // N, LENGTH // N, Mask()))
+ROUTE = make_route(("seq",), RingMask((N,), Contiguous(), LENGTH // N, LENGTH // N, Mask()))
 # On white the contrast of each is at least 5.5:1.
 STATIONARY, ROTATING, GRADIENT = "#2f5d93", "#8f4f00", "#a8325a"
 # A colour for each block of keys and values; the block rotates along a diagonal of the figure.

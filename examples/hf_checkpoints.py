@@ -22,7 +22,7 @@ from run_options import IGNORE_HELP, RunConfig, make_lora, model_options
 
 from burst_jax import ShardingRules, models
 from burst_jax.command_line import file_or_folder, folder
-from burst_jax.layouts.permutation import LAYOUTS
+from burst_jax.layouts.parse import LAYOUTS
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.processes import by_first_process
 from burst_jax.training import Optimizer, init_train_state, is_main, split_trained

@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
+from run_log import replace_file
 from run_options import tokenizer_of
 
 from burst_jax import ShardingRules
@@ -35,7 +36,6 @@ from burst_jax.models import check_trained_length, load_config, trained_length
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option, one_device
 from burst_jax.parallel.xla_options import set_compiler_options
 from burst_jax.training import Batch, Evaluation, evaluate, make_batch, make_eval_step, place_batch
-from burst_jax.training.run_log import replace_file
 
 # Largest relative difference between the perplexities on the mesh and on one device.
 TOLERANCE = 1e-5

@@ -11,8 +11,7 @@ from types import FrameType
 from typing import Any, Self
 
 import numpy as np
-
-from burst_jax.training.run_log import replace_file
+from run_log import replace_file
 
 RESULTS = ("metrics.jsonl", "summary.json", "loss.png")
 

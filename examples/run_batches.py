@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from run_mesh import BATCH_AXES, ring_size, token_axes
 from run_options import RunConfig
+from work_log import WorkLog
 
 from burst_jax.data import Corpus, Loader, Rows
-from burst_jax.layouts import zone_sizes
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.training import (
     Batch,
     TrainStep,
-    WorkLog,
     balanced_layout,
     make_batch,
     place_batch,
@@ -83,11 +83,9 @@ def shapes(args: argparse.Namespace, mesh: Mesh) -> tuple[Any, str]:
 def layouts(args: argparse.Namespace, mesh: Mesh) -> tuple[str, ...]:
     """The layouts that batches of :func:`place` may have."""
     n = ring_size(mesh)
-    if args.layout != "balanced":
-        return (args.layout,)
     if n == 1:
         return ("contiguous",)  # There is nothing to balance without a ring.
-    return tuple(f"balanced:{zone}" for zone in zone_sizes(args.seq_len // n))
+    return tuple(each.name for each in parse_layout(args.layout).variants(args.seq_len // n))
 
 
 def compiled_steps(

@@ -16,7 +16,7 @@ from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.errors import MAX_BATCH, did_you_mean
-from burst_jax.layouts.permutation import LAYOUTS, padded_length
+from burst_jax.layouts.parse import LAYOUTS, parse_layout
 from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hf.peft import check_base
@@ -244,8 +244,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     axes = decoder_axes(mesh, args.weights, args.expert_axes)
     ring, rows = ring_size(mesh), mesh.shape["data"] * mesh.shape["fsdp"]
     devices = ring * mesh.shape["heads"]
-    layout = "balanced:0" if args.layout == "balanced" else args.layout
-    multiple = math.lcm(padded_length(layout, 1, ring), devices)
+    multiple = math.lcm(parse_layout(args.layout).padded_length(1, ring), devices)
     fit = -(-args.seq_len // multiple) * multiple
     if fit != args.seq_len:
         raise ValueError(

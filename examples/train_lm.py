@@ -41,8 +41,11 @@ from run_evaluation import (
     show_sample,
     with_dtype,
 )
+from run_log import CURVES, METRICS, NonFinite, RunLog, read_metrics, replace_file, set_aside
 from run_mesh import ring_size, token_axes
 from run_options import OF_A_PROCESS, RunConfig, attention_options, flag, parse_args, prepare
+from run_profile import Profile
+from work_log import WorkLog
 
 from burst_jax.command_line import use_cpu_devices
 from burst_jax.data import gather_state
@@ -55,12 +58,8 @@ from burst_jax.training import (
     CheckpointError,
     Checkpoints,
     Evaluation,
-    NonFinite,
-    Profile,
     Restored,
-    RunLog,
     TrainStep,
-    WorkLog,
     abstract_train_state,
     check_same,
     initialize,
@@ -70,7 +69,6 @@ from burst_jax.training import (
     split_trained,
 )
 from burst_jax.training.adam import global_norm
-from burst_jax.training.run_log import CURVES, METRICS, read_metrics, replace_file, set_aside
 
 # Largest relative difference between the two held-out perplexities, by --eval-dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
@@ -195,8 +193,7 @@ def train(
         # Paths may differ between hosts, but not what is read there.
         check_same({"--data": loader.get_state()["options"], "the model": repr(run.config)})
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
-        if args.checkpoint_every:
-            checkpoints.lock()  # Another run that writes there ends this one at its start.
+        checkpoints.lock()  # Another run that writes there ends this one at its start.
         # Frozen weights are not in the checkpoint, but in the Hugging Face checkpoint.
         abstract = [split_trained(shapes)[0], opt_shapes]
         start, state, extra = restore(args, checkpoints, abstract)

@@ -33,6 +33,8 @@ from pallas_kernels.spec import Tiles as Tiles
 from pallas_kernels.xla import XLA as XLA
 
 if _TYPE_CHECKING:
+    from pallas_kernels.mosaic.sm80.decode import DecodeConfig as DecodeConfig
+    from pallas_kernels.mosaic.sm80.decode import decode_config as decode_config
     from pallas_kernels.mosaic.sm80.implementation import MOSAIC_SM80 as MOSAIC_SM80
     from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80 as mosaic_sm80
     from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90 as MOSAIC_SM90
@@ -40,16 +42,18 @@ if _TYPE_CHECKING:
 
 # Imported when they are first used: the kernels take most of a second to import.
 _KERNELS = {
-    "MOSAIC_SM80": "mosaic.sm80",
-    "mosaic_sm80": "mosaic.sm80",
-    "MOSAIC_SM90": "mosaic.sm90",
-    "mosaic_sm90": "mosaic.sm90",
+    "MOSAIC_SM80": "mosaic.sm80.implementation",
+    "mosaic_sm80": "mosaic.sm80.implementation",
+    "MOSAIC_SM90": "mosaic.sm90.implementation",
+    "mosaic_sm90": "mosaic.sm90.implementation",
+    "DecodeConfig": "mosaic.sm80.decode",
+    "decode_config": "mosaic.sm80.decode",
 }
 
 
 def __getattr__(name: str) -> object:
     if name in _KERNELS:
-        module = _importlib.import_module(f"pallas_kernels.{_KERNELS[name]}.implementation")
+        module = _importlib.import_module(f"pallas_kernels.{_KERNELS[name]}")
         return getattr(module, name)
     raise AttributeError(f"module 'pallas_kernels' has no attribute {name!r}")
 

@@ -1,13 +1,13 @@
-"""Selects the implementation of local attention: the one that a user named, or the fastest."""
+"""Selects the implementation of a call: the one that a user named, or the fastest."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import jax
 
@@ -17,11 +17,8 @@ from pallas_kernels.reference import REFERENCE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.xla import XLA
 
+# Fastest first. The last one supports everything.
 NAMES = ("mosaic_sm90", "mosaic_sm80", "xla")
-# What implementation=None tries on a GPU, fastest first. The last one supports everything.
-_CANDIDATES = NAMES
-
-
 # What all calls use instead of their own implementation; None changes none.
 _SUBSTITUTE: ContextVar[str | None] = ContextVar("substitute", default=None)
 # Frames of these are not the caller's code: this project's packages, Python's own modules, and what
@@ -36,7 +33,7 @@ _LIBRARIES = (
 
 
 class SlowerKernelsWarning(UserWarning):
-    """``implementation=None`` takes XLA's attention on a GPU for which there are kernels."""
+    """The library takes XLA's operations on a GPU for which there are kernels."""
 
 
 @contextlib.contextmanager
@@ -57,18 +54,89 @@ def substitute() -> str | None:
     return _SUBSTITUTE.get()
 
 
-def warn_of_xla(kernels: str, obstacle: str) -> None:
-    """Warns that ``implementation=None`` takes XLA, at the line that calls the library.
+class Kernels(Protocol):
+    """One of the implementations of something."""
+
+    @property
+    def name(self) -> str:
+        """The public name."""
+        ...
+
+    @property
+    def unavailable(self) -> Callable[[str, float | None], str | None]:
+        """See :attr:`pallas_kernels.Implementation.unavailable`."""
+        ...
+
+
+def choose[K: Kernels](
+    implementation: Any,
+    by_name: Callable[[Any], K],
+    target: tuple[str, float | None],
+    obstacle: Callable[[K], str | None],
+    *,
+    names: Sequence[str] = NAMES,
+    has_warned: Callable[[K], bool] = lambda _: False,
+    option: str | None = None,
+    cost: str = "XLA is many times slower",
+) -> K:
+    """The implementation to run: the named one, or for None the fastest that supports the call.
+
+    Attention, grouped products and decode attention are all chosen here. The decision does not try
+    to lower kernels, because those of a newer GPU abort when they are lowered for an older one. If
+    None chooses XLA on a GPU for which there are kernels, a :class:`SlowerKernelsWarning` has the
+    reason.
+
+    Args:
+      implementation: a name, what else ``by_name`` supports, or None.
+      by_name: returns the implementation of a name. Raises ValueError for other names.
+      target: platform, and compute capability.
+      obstacle: why an implementation cannot run the call there, or None if it can.
+      names: what None tries on a GPU, fastest first. The last one supports everything.
+      has_warned: whether another call has warned of what keeps the kernels from running.
+      option: the ``implementation`` that the caller of the library passed, for the warning.
+      cost: of XLA's operations, a sentence of the warning.
+
+    Raises:
+      NotImplementedError: the named one cannot run.
+    """
+    asked = substitute() or implementation
+    if asked is not None:
+        chosen = by_name(asked)
+        if (reason := obstacle(chosen)) is not None:
+            raise NotImplementedError(
+                f"implementation {chosen.name!r} cannot run: {reason}; use None, which takes the "
+                "fastest that can"
+            )
+        return chosen
+    platform, compute_capability = target
+    *faster, last = names
+    if platform == "gpu":
+        chosen = next((x for x in map(by_name, faster) if obstacle(x) is None), None)
+        if chosen is not None:
+            return chosen
+    if platform == "gpu" and (compute_capability or 0) >= 8.0:
+        # The fastest that the GPU has, or else the last of them.
+        has = (x for x in map(by_name, faster) if x.unavailable(*target) is None)
+        kernels = next(has, None) or by_name(faster[-1])
+        if not has_warned(kernels):
+            _warn(kernels.name, str(obstacle(kernels)), option, cost)
+    return by_name(last)
+
+
+def _warn(kernels: str, obstacle: str, option: str | None, cost: str) -> None:
+    """Warns that XLA is chosen, at the line that calls the library.
 
     Python shows one text once for each line, so a layer that is traced many times warns once.
 
     Args:
       kernels: name of the kernels that the GPU could run.
       obstacle: why they cannot run this call, with the remedy.
+      option: what the caller passed as ``implementation``.
+      cost: see :func:`choose`.
     """
     warnings.warn(
-        f"implementation=None takes 'xla' here, and not {kernels!r}: {obstacle}. XLA is many times "
-        "slower; if that is right here, pass implementation='xla'",
+        f"implementation={option!r} takes 'xla' here, and not {kernels!r}: {obstacle}. {cost}; if "
+        "that is right here, pass implementation='xla'",
         SlowerKernelsWarning,
         skip_file_prefixes=_LIBRARIES,
     )
@@ -85,6 +153,14 @@ def _named(name: str) -> Implementation:
 
         return MOSAIC_SM80
     return XLA if name == "xla" else REFERENCE
+
+
+@overload
+def find(implementation: None) -> None: ...
+
+
+@overload
+def find(implementation: str | Implementation) -> Implementation: ...
 
 
 def find(implementation: str | Implementation | None) -> Implementation | None:
@@ -116,9 +192,7 @@ def resolve(
 ) -> Implementation:
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
-    The decision does not try to lower kernels, because those of a newer GPU abort when they are
-    lowered for an older one. If None chooses XLA on a GPU for which there are kernels, a
-    :class:`SlowerKernelsWarning` has the reason.
+    See :func:`choose`.
 
     Args:
       implementation: a name, an :class:`Implementation`, or None.
@@ -135,65 +209,19 @@ def resolve(
       NotImplementedError: the named one does not support the device, the arrays or the user
         functions.
     """
-    chosen = find(substitute() or implementation)
-    if chosen is not None:
-        chosen = _variant(chosen, deterministic, compute_capability)
-    where = platform, compute_capability, inputs, backward, deterministic, spec
-    if chosen is None:
-        names = _CANDIDATES if platform == "gpu" else ("xla",)
-        candidates = (_variant(_named(x), deterministic, compute_capability) for x in names)
-        chosen = next(x for x in candidates if obstacle_of(x, *where) is None)
-        if chosen is XLA and (compute_capability or 0) >= 8.0:
-            _warn(*where)
-    obstacle = obstacle_of(chosen, *where)
-    if obstacle is not None:
-        raise NotImplementedError(cannot_run(chosen.name, obstacle))
-    return chosen
 
+    def variant(name: str | Implementation) -> Implementation:
+        return _variant(find(name), deterministic, compute_capability)
 
-def cannot_run(name: str, obstacle: str) -> str:
-    """The message for a named implementation that does not support a call."""
-    return (
-        f"implementation {name!r} cannot run: {obstacle}; use None, which takes the fastest that "
-        "can"
-    )
+    def obstacle(candidate: Implementation, backward: bool = backward) -> str | None:
+        options = inputs, backward, deterministic, spec
+        return obstacle_of(candidate, platform, compute_capability, *options)
 
+    def forward_has_warned(kernels: Implementation) -> bool:
+        return backward and obstacle(kernels, backward=False) is not None
 
-class _Available(Protocol):
-    """What has kernels for some devices."""
-
-    @property
-    def unavailable(self) -> Callable[[str, float | None], str | None]:
-        """See :attr:`pallas_kernels.Implementation.unavailable`."""
-        ...
-
-
-def fastest_available[Kernels: _Available](
-    by_speed: Iterable[Kernels], platform: str, compute_capability: float | None
-) -> Kernels:
-    """The first kernels that a device has, or else the last ones."""
-    *faster, last = by_speed
-    has = (x for x in (*faster, last) if x.unavailable(platform, compute_capability) is None)
-    return next(has, last)
-
-
-def _warn(
-    platform: str,
-    compute_capability: float | None,
-    inputs: AttentionInputs,
-    backward: bool,
-    deterministic: bool,
-    spec: AttentionSpec | None,
-) -> None:
-    """Warns that XLA runs on a GPU that has kernels, with the obstacle of the fastest ones."""
-    kernels = fastest_available(map(_named, _CANDIDATES[:-1]), platform, compute_capability)
-    kernels = _variant(kernels, deterministic, compute_capability)
-    call = platform, compute_capability, inputs
-    if backward and obstacle_of(kernels, *call, False, deterministic, spec) is not None:
-        return  # The forward pass has warned.
-    obstacle = obstacle_of(kernels, *call, backward, deterministic, spec)
-    if obstacle is not None:
-        warn_of_xla(kernels.name, obstacle)
+    target = platform, compute_capability
+    return choose(implementation, variant, target, obstacle, has_warned=forward_has_warned)
 
 
 def _variant(

@@ -1,4 +1,4 @@
-"""Grouped matrix product: each group of consecutive rows has its own right operand."""
+"""Grouped matrix products: each group of rows has its own right operand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import numpy as np
 
 from pallas_kernels import grouped_xla
 from pallas_kernels.arrays import as_int32, value_range, vary, varying_axes
-from pallas_kernels.choice import (
-    NAMES,
-    cannot_run,
-    fastest_available,
-    substitute,
-    warn_of_xla,
-)
-from pallas_kernels.device import target_of
-from pallas_kernels.grouped_products import GroupedProducts
+from pallas_kernels.choice import NAMES, choose, substitute
+from pallas_kernels.device import current_target, target_of
+from pallas_kernels.grouped_products import GroupedProducts, Slots
 
 XLA = GroupedProducts("xla", grouped_xla.product, grouped_xla.weight_gradient, is_kernel=False)
 
@@ -99,27 +93,14 @@ def _check_sizes(group_sizes: jax.Array, rows: int) -> None:
 
 def _choose(implementation: str | None, x: jax.Array, w: jax.Array) -> GroupedProducts:
     target = target_of(x)
-    implementation = substitute() or implementation
-    if implementation is None:
-        names = NAMES if target.platform == "gpu" else ("xla",)
-        candidates = [_named(name) for name in names]
-        chosen = next(each for each in candidates if each.obstacle(target, x, w) is None)
-        if chosen is XLA and (target.compute_capability or 0) >= 8.0:
-            kernels = fastest_available(candidates[:-1], *target)
-            if (obstacle := kernels.obstacle(target, x, w)) is not None:
-                warn_of_xla(kernels.name, obstacle)
-        return chosen
-    if implementation not in NAMES:
-        names = ", ".join(map(repr, NAMES))
-        raise ValueError(f"implementation is {implementation!r}: use None or one of {names}")
-    chosen = _named(implementation)
-    if (obstacle := chosen.obstacle(target, x, w)) is not None:
-        raise NotImplementedError(cannot_run(chosen.name, obstacle))
-    return chosen
+    return choose(implementation, _find, target, lambda each: each.obstacle(target, w))
 
 
-def _named(name: str) -> GroupedProducts:
+def _find(name: str) -> GroupedProducts:
     """An implementation by its name. Importing kernels takes most of a second, so it is late."""
+    if name not in NAMES:
+        names = ", ".join(map(repr, NAMES))
+        raise ValueError(f"implementation is {name!r}: use None or one of {names}")
     if name == "mosaic_sm90":
         from pallas_kernels.mosaic.sm90.grouped import GROUPED_SM90
 
@@ -129,6 +110,46 @@ def _named(name: str) -> GroupedProducts:
 
         return GROUPED_SM80
     return XLA
+
+
+def supports_few_rows(rows: int, *weights: jax.Array) -> bool:
+    """Whether the program being traced can run :func:`few_rows_product` with each of the weights.
+
+    It has no other implementation: a caller without the kernel takes other products, like
+    :func:`grouped_matmul`.
+    """
+    target = current_target()
+    if target.platform != "gpu" or substitute() == "xla":
+        return False
+    from pallas_kernels.mosaic.sm80 import few_rows
+
+    if few_rows.unavailable(*target) is not None:
+        return False
+    return all(few_rows.unsupported(rows, each) is None for each in weights)
+
+
+def few_rows_product(
+    x: jax.Array, weights: tuple[jax.Array, ...], slots: Slots, *, summed: bool
+) -> jax.Array:
+    """Multiplies a few rows by the matrices of all used slots, each of which is read once.
+
+        out[j, u] = x[u] weights[j][slots.matrices[u]]
+
+    Not differentiable.
+
+    Args:
+      x: ``[U, R, K]``, the rows of each slot, or ``[1, R, K]``, the same for all.
+      weights: J arrays ``[G, K, N]`` of x's dtype.
+      slots: U of them.
+      summed: whether to return partial sums over the slots instead.
+
+    Returns:
+      float32 ``[J, U, R, N]``, undefined for unused slots; or ``[J, S, R, N]``, whose sum over S is
+      that over the used slots.
+    """
+    from pallas_kernels.mosaic.sm80 import few_rows
+
+    return few_rows.few_rows_product(x, weights, slots, summed=summed)
 
 
 # The two products are each other's gradients, so either can be differentiated any number of times.

@@ -1,9 +1,10 @@
-"""What an implementation of grouped matrix products is."""
+"""What an implementation of grouped matrix products is, and what their kernels read."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -37,14 +38,31 @@ class GroupedProducts:
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
     is_kernel: bool = True
 
-    def obstacle(self, target: Target, x: jax.Array, w: jax.Array) -> str | None:
-        """Why it cannot run, or None if it can."""
+    def obstacle(self, target: Target, w: jax.Array) -> str | None:
+        """Why it cannot run with ``w``, and x of its dtype, or None if it can."""
         reason = self.unavailable(*target)
         if reason is not None or not self.is_kernel:
             return reason
-        if x.dtype not in _KERNEL_DTYPES:
-            return f"x is {x.dtype}; it supports bfloat16 and float16: cast x and w"
-        for name, dim in zip("KN", w.shape[1:], strict=True):
-            if dim % _LANES or not dim:
-                return f"{name} is {dim}; it supports multiples of {_LANES}: pad the features"
-        return None
+        return unsupported_operand("x", w)
+
+
+def unsupported_operand(name: str, w: jax.Array) -> str | None:
+    """Why kernels do not support ``[G, K, N]``, whose dtype is that of ``name``, or None."""
+    if w.dtype not in _KERNEL_DTYPES:
+        return f"{name} is {w.dtype}; it supports bfloat16 and float16: cast x and w"
+    for letter, dim in zip("KN", w.shape[1:], strict=True):
+        if dim % _LANES or not dim:
+            return f"{letter} is {dim}; it supports multiples of {_LANES}: pad the features"
+    return None
+
+
+class Slots(NamedTuple):
+    """The matrices that rows are multiplied by.
+
+    Attributes:
+      matrices: int32 ``[U]``, the index of each one.
+      count: int32 ``[1]``, how many of these are used; the others come last.
+    """
+
+    matrices: jax.Array
+    count: jax.Array

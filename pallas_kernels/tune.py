@@ -30,9 +30,14 @@ from pallas_kernels import (
 from pallas_kernels.choice import obstacle_of
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
+from pallas_kernels.mosaic.sm90.backward_forms import (
+    FORMS,
+    SHARED_KEYS,
+    WIDEST_NARROW_HEAD_DIM,
+    BackwardForm,
+)
 from pallas_kernels.mosaic.sm90.configs import (
     SHARED_MEMORY,
-    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
     moves_registers,
     wide_backward_config,
@@ -61,16 +66,17 @@ class Backend:
     entry: str
 
     def parse(self, kernel: str, text: str) -> Any:
-        """A config from the command line: numbers in the order of its fields, then NAME=NUMBER."""
+        """A config from the command line: numbers in the order of its fields, then NAME=VALUE."""
         parts = [part.partition("=") for part in text.split(",")]
         numbers = [int(number) for number, equals, _ in parts if not equals]
-        named = {name: _number(number) for name, equals, number in parts if equals}
+        named = {name: _value(text) for name, equals, text in parts if equals}
         return self.config[kernel](*numbers, **named)
 
 
-def _number(text: str) -> int:
-    """A number on the command line, or True or False, as entries are printed."""
-    return {"True": True, "False": False}[text] if text in ("True", "False") else int(text)
+def _value(text: str) -> int | BackwardForm:
+    """A number on the command line, or True, False or a form, as entries are printed."""
+    named = {"True": True, "False": False, **FORMS}
+    return named[text] if text in named else int(text)
 
 
 def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
@@ -85,7 +91,8 @@ def sm80_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[Any]:
 
 def mosaic_config(*numbers: Any, **named: Any) -> MosaicConfig:
     """A config, without a producer warpgroup if the installed JAX moves no registers."""
-    return MosaicConfig(*numbers, **{"producer_warpgroup": moves_registers(), **named})
+    options: Any = {"producer_warpgroup": moves_registers(), **named}
+    return MosaicConfig(*numbers, **options)
 
 
 def mosaic_space(kernel: str, head_dim: int, value_dim: int) -> Iterable[MosaicConfig]:
@@ -134,9 +141,10 @@ def _wide_backward_configs(producer: bool, head_dim: int, value_dim: int) -> Ite
     if producer and not moves_registers():
         return  # dK and dV alone take most of 168 registers.
     shipped = wide_backward_config(head_dim, value_dim)
-    tiles = {(64, None), (shipped.block_kv, shipped.do_stages)}
-    for (block_kv, do_stages), stages in itertools.product(tiles, (2, 3)):
-        yield mosaic_config(64, block_kv, stages, do_stages, wide=True, producer_warpgroup=producer)
+    forms = {SHARED_KEYS: None, shipped.form: shipped.do_stages}
+    for (form, do_stages), stages in itertools.product(forms.items(), (2, 3)):
+        options = {"form": form, "producer_warpgroup": producer}
+        yield mosaic_config(64, form.block_kv, stages, do_stages, **options)
 
 
 def _forward_memory(config: MosaicConfig, head_dim: int, value_dim: int) -> ForwardMemory:
@@ -165,7 +173,7 @@ BACKENDS = {
         config={"forward": mosaic_config, "backward": mosaic_config},
         make=mosaic_sm90,
         space=mosaic_space,
-        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,wide=1][,producer_warpgroup=0 or 1]",
+        syntax="Q,KV,STAGES[,DO_STAGES][,cluster=2][,form=SHARED_KEYS][,producer_warpgroup=0 or 1]",
         entry="{kernel}_config({dims}): {name}{tiles}",
     ),
 }

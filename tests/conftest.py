@@ -27,7 +27,7 @@ CACHE = {
 # Set by pytest_configure, before tests and their support are imported.
 IMPLEMENTATION: Any = None  # a name, with --implementation
 ON_GPU = REPLAYING = COMPILE_QUICKLY = False
-DRAW_SEED = PROGRAMS = 0
+DRAW_SEED = LOWERED_PROGRAMS = 0
 collect_ignore: list[str] = []
 # The garbage collector runs rarely: JAX's caches keep most objects of a trace alive.
 gc.set_threshold(1_000_000, 10, 100)
@@ -93,7 +93,7 @@ def pytest_addoption(parser):
         help="how often tests/training/test_kills.py kills a training run (default: 1)",
     )
     parser.addoption(
-        "--programs",
+        "--lowered-programs",
         type=int,
         default=40,
         metavar="N",
@@ -127,11 +127,12 @@ def kills(request):
 
 
 def pytest_configure(config):
-    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY, DRAW_SEED, PROGRAMS
+    global IMPLEMENTATION, ON_GPU, REPLAYING, COMPILE_QUICKLY, DRAW_SEED, LOWERED_PROGRAMS
     for marker, (reason, _) in TIERS.items():
         config.addinivalue_line("markers", f"{marker}: {reason}")
     IMPLEMENTATION = config.getoption("--implementation")
-    DRAW_SEED, PROGRAMS = config.getoption("--draw-seed"), config.getoption("--programs")
+    DRAW_SEED = config.getoption("--draw-seed")
+    LOWERED_PROGRAMS = config.getoption("--lowered-programs")
     ON_GPU, REPLAYING = IMPLEMENTATION is not None, "replay" in config.option.markexpr
     # Most of the tests' time is compilation of programs that run a few times on small arrays.
     # Other projects' cases, at their own sizes, run longer than they compile.

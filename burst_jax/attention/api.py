@@ -30,6 +30,7 @@ from burst_jax.attention.shardings import (
     check_outside_shard_map,
 )
 from burst_jax.attention.validation import check_bool
+from burst_jax.attention.watch import attention_program
 from burst_jax.parallel.mesh import (
     AxisNames,
     reshard_explicit,
@@ -161,6 +162,7 @@ def _results(return_residual: bool) -> tuple[str, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@attention_program
 def _on_mesh(
     request: Request,
     shardings: ArrayShardings,
@@ -372,6 +374,7 @@ def local_attention(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@attention_program
 def _on_device(
     request: Request, target: Target, names: tuple[str, ...], arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:

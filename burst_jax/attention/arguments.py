@@ -15,7 +15,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypedDict, get_type_hints
+from typing import Any, Self, TypedDict, get_type_hints, override
 
 import jax
 import numpy as np
@@ -23,7 +23,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention.score_mod import MaskMod, ScoreMod
 from burst_jax.errors import did_you_mean
-from burst_jax.layouts.permutation import Layout
+from burst_jax.layouts.fixed import Contiguous
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import RotationChoice
 from pallas_kernels import Implementation
@@ -128,6 +130,11 @@ class LocalArguments:
     implementation: str | Implementation | None = None
     deterministic: bool = False
 
+    @property
+    def parsed_layout(self) -> Layout:
+        """The order of the tokens."""
+        return Contiguous()
+
     @classmethod
     def of(cls, function: Callable[..., object], options: Mapping[str, Any]) -> Self:
         """The arguments of a call of ``function``.
@@ -179,8 +186,13 @@ class RingArguments(LocalArguments):
     """
 
     ulysses_axis: str | None = None
-    layout: Layout = "contiguous"
+    layout: LayoutLike = "contiguous"
     backward: RotationChoice = "auto"
+
+    @property
+    @override
+    def parsed_layout(self) -> Layout:
+        return parse_layout(self.layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,7 +337,7 @@ class RingOptions(LocalOptions, total=False):
     """Keyword arguments of ``ring_attention``, all but ``return_residual``."""
 
     ulysses_axis: str | None
-    layout: Layout
+    layout: LayoutLike
     backward: RotationChoice
 
 

@@ -29,14 +29,12 @@ from burst_jax.attention.validation import (
     check_rotation,
     check_scale,
     check_window,
-    is_balanced,
     positions_per_sequence,
     to_int32,
     window_sides,
 )
 from burst_jax.attention.watch import watch_call
 from burst_jax.errors import check_integer
-from burst_jax.layouts.permutation import check_layout
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find
@@ -99,11 +97,9 @@ def parse_call(
         arrays=arrays,
     )
     check_prefix(arguments)
-    balanced = is_balanced(arguments)
-    if not balanced:
-        check_readers_of_positions(arguments, arrays)
+    check_readers_of_positions(arguments, arrays)
     dropout_key = check_dropout_key(arguments.dropout_rate, arguments.dropout_key)
-    per_sequence = not balanced and positions_per_sequence(arrays) is not None
+    per_sequence = positions_per_sequence(arguments, arrays) is not None
     arrays |= _window_arrays(arguments, per_sequence=per_sequence)
     devices = request.token_devices if local else 1
     request = with_block_mask(request, query, key, arguments.block_mask, devices)
@@ -136,14 +132,14 @@ def make_request(
     """
     arrays = {} if arrays is None else arrays
     ring = arguments if isinstance(arguments, RingArguments) else RingArguments()
-    check_layout(ring.layout)
+    layout = ring.parsed_layout
     check_rotation(ring.backward)
     ring_axes = check_ring_axes(axis_argument, axes, ring.ulysses_axis)
     ulysses_size = 1
     if ring.ulysses_axis is not None:
         ulysses_size = size_of("ulysses_axis", ring.ulysses_axis)
     spec = make_spec(arguments, head_dim)
-    if positions_per_sequence(arrays) is not None and not is_balanced(arguments):
+    if positions_per_sequence(arguments, arrays) is not None:
         # Per-query KV bounds then include the window and causality.
         spec = dataclasses.replace(spec, mask=Mask(mask_mod=spec.mask.mask_mod))
     chunk_size = arguments.attention_chunk_size
@@ -159,7 +155,7 @@ def make_request(
     own_positions = any(name in arrays for name in POSITIONS)
     return Request(
         spec=spec,
-        layout=ring.layout,
+        layout=layout,
         ring_axes=ring_axes,
         ring_sizes=tuple(size_of(axis_argument, axis) for axis in ring_axes),
         ulysses_axis=ring.ulysses_axis,

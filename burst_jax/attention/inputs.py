@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.attention.validation import PER_HEAD, WINDOW_SIDES
+from burst_jax.layouts.layout import AttentionPass
 from burst_jax.ring.request import Request
 from pallas_kernels import (
     AttentionInputs,
@@ -46,10 +47,13 @@ def shard_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Attention
       arrays: this device's shards by name: ``arrays`` and ``derived`` of
         :class:`burst_jax.attention.call.Call`.
     """
+    return _INPUTS[request.layout.attention_pass](request, arrays)
+
+
+def _ring_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
+    """Inputs whose positions are the layout's, or one array of all sequences."""
     query, key = arrays["query"], arrays["key"]
     own_q, own_kv = _query_positions(request, arrays), arrays.get("key_value_positions")
-    if request.zone is not None:
-        return _balanced_inputs(request, arrays)
     own_kv = None if own_kv is None else own_kv[None]
 
     def q_positions() -> jax.Array:
@@ -86,8 +90,8 @@ def _shared_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> SharedI
     ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
 
 
-def _balanced_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
-    """One device's inputs in a balanced layout: both sides have the documents' order."""
+def _gathered_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
+    """Inputs both of whose sides have the documents' order."""
     batch, length = arrays["query"].shape[:2]
     q_order, kv_order = (
         jnp.broadcast_to(arrays[name], (batch, length))
@@ -96,6 +100,12 @@ def _balanced_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Atten
     query = QuerySide(arrays["query"], q_order, arrays["query_segment_ids"])
     kv = KVSide(arrays["key"], arrays["value"], kv_order, arrays["key_value_segment_ids"])
     return AttentionInputs(query, kv, _shared_inputs(request, arrays))
+
+
+_INPUTS: dict[AttentionPass, Callable[..., AttentionInputs]] = {
+    "ring": _ring_inputs,
+    "gathered": _gathered_inputs,
+}
 
 
 def _query_positions(request: Request, arrays: Mapping[str, jax.Array]) -> jax.Array | None:

@@ -52,15 +52,8 @@ from burst_jax.attention.arguments import (
     AttentionOptions,
 )
 from burst_jax.attention.validation import check_array, check_is_array
-from burst_jax.layouts.permutation import (
-    LAYOUTS,
-    Layout,
-    check_layout,
-    padded_length,
-    shard_positions,
-    zone_size,
-)
-from burst_jax.layouts.permutation import positions as layout_positions
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import layout_of, parse_layout
 from burst_jax.parallel.mesh import (
     axes_size,
     flat_names,
@@ -73,8 +66,6 @@ from burst_jax.parallel.mesh import (
 from pallas_kernels.arrays import as_int32
 
 Array = jax.Array | np.ndarray
-# The largest ring size that is tried to identify the layout of given positions.
-_MOST_SHARDS = 512
 # At most this many seams between blocks of the layout are checked in a traced call.
 _MOST_SEAMS = 4
 
@@ -115,7 +106,7 @@ def check_positions(
       TypeError: an unknown keyword.
     """
     arguments = AttentionArguments.of(check_positions, options)
-    check_layout(arguments.layout)
+    parse_layout(arguments.layout)
     check_is_array("x", x, "an array [B, T, ...]")
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}: it must be [B, T, ...]")
@@ -158,13 +149,11 @@ def reject_wrong_order(
     Raises:
       ValueError: known positions contradict the layout.
     """
-    layout = options.get("layout", "contiguous")
+    layout = parse_layout(options.get("layout", "contiguous"))
     given = (options.get(name) for name in POSITION_READERS)
     if all(value is None or value is False for value in given):
         return x
-    if zone_size(layout) is not None:
-        return x  # The attention takes the same positions.
-    if layout == "contiguous":
+    if not layout.goes_back:  # Or the attention takes the same positions.
         reject_other_layout(positions, options)
         return x
     mesh = resolve_mesh(options.get("mesh"))
@@ -172,7 +161,8 @@ def reject_wrong_order(
     n, shards = axes_size(mesh, ring), axes_size(mesh, tokens)
     inside = inside_shard_map(tokens)
     length = x.shape[1] * (shards if inside else 1)
-    falls = np.diff(layout_positions(layout, length, n)) < 0
+    in_layout = layout.fixed_positions(length, n)
+    falls = np.diff(in_layout) < 0
     if not falls.any():
         return x
     if not inside and _known(positions) and (segment_ids is None or _known(segment_ids)):
@@ -180,9 +170,9 @@ def reject_wrong_order(
         given, segments = np.atleast_2d(positions), np.asarray(segments)
         wrong = _contradict(given, segments, falls)
         if segment_ids is not None:
-            everything = _Samples(layout_positions(layout, length, n)[None], all_of_them=True)
+            everything = _Samples(in_layout[None], all_of_them=True)
             wrong = wrong | _goes_back(given, segments, everything)
-            wrong |= _is_permuted(given, segments, layout_positions(layout, length, n))
+            wrong |= _is_permuted(given, segments, in_layout)
         if wrong.any():
             raise ValueError(
                 f"positions of row {int(wrong.argmax())} are in another order than its tokens, "
@@ -195,7 +185,7 @@ def reject_wrong_order(
     between = falls[length // shards - 1 :: length // shards]
     samples = None
     if segment_ids is not None:
-        samples = _Samples(layout_positions(layout, length, n).reshape(shards, -1))
+        samples = _Samples(in_layout.reshape(shards, -1))
     positions = jnp.atleast_2d(as_int32("positions", positions))
     segments = jnp.ones((1, x.shape[1]), jnp.int32)
     if segment_ids is not None:
@@ -236,15 +226,16 @@ def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
     """
     if inside_shard_map(sequence_axes(options)) or not _known(positions):
         return
-    layout: Layout = options.get("layout", "contiguous")
-    if zone_size(layout) is not None:
-        return
+    layout = parse_layout(options.get("layout", "contiguous"))
     n = axes_size(resolve_mesh(options.get("mesh")), flat_names(options.get("seq_axis", "seq")))
     given = np.atleast_2d(np.asarray(positions))
     length = given.shape[1]
-    if padded_length(layout, length, n) != length:
+    if layout.padded_length(length, n) != length:
         return  # The attention raises.
-    others = (given != layout_positions(layout, length, n)).any(1)
+    in_layout = layout.positions(length, n)
+    if in_layout is None:
+        return  # The attention takes these positions.
+    others = (given != in_layout).any(1)
     count = np.arange(length)
     for row in np.flatnonzero(others):
         if (np.sort(given[row]) != count).any():
@@ -256,20 +247,6 @@ def reject_other_layout(positions: Array, options: Mapping[str, Any]) -> None:
                 f"shards, and the tokens are in the {layout} layout over {n}: make the batch and "
                 "the model with the same layout and number of shards"
             )
-
-
-def layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:
-    """The layout and number of shards with these positions ``[T]``; None if there is none."""
-    length = len(positions)
-    # If the layout is striped, the tokens up to the first gap are one stripe.
-    breaks = np.flatnonzero(np.diff(positions) != 1)
-    layouts = *LAYOUTS, *(f"striped:{stripe + 1}" for stripe in breaks[:1])
-    for shards in range(1, min(length, _MOST_SHARDS) + 1):
-        for layout in layouts:
-            fits = padded_length(layout, length, shards) == length
-            if fits and (layout_positions(layout, length, shards) == positions).all():
-                return layout, shards
-    return None
 
 
 def _marked(x: jax.Array, wrong: jax.Array) -> jax.Array:
@@ -378,7 +355,7 @@ def _text_here(
 ) -> jax.Array:
     """int32 ``[length]``: index of each of this device's tokens in its text."""
     size = 1 if ulysses_axis is None else lax.axis_size(ulysses_axis)
-    text = shard_positions(layout, length * size, n, lax.axis_index(ring))
+    text = layout.shard_positions(length * size, n, lax.axis_index(ring))
     if ulysses_axis is None:
         return text
     return lax.dynamic_slice_in_dim(text, lax.axis_index(ulysses_axis) * length, length)

@@ -11,16 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.shardings import ArrayShardings, check_devices
 from burst_jax.attention.validation import check_bool
+from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.parallel.mesh import explicit_spec, flat_names, restrict_spec
 from burst_jax.ring.request import Request
 
 _IDS = {"query": "query_segment_ids", "key": "key_value_segment_ids"}
 
 
-def check_pad(pad: object, layout: str) -> None:
+def check_pad(pad: object, layout: LayoutLike) -> None:
     """Raises ValueError unless ``pad`` is a bool, and False in other layouts than contiguous."""
     check_bool("pad", pad)
-    if pad and layout != "contiguous":
+    if pad and not parse_layout(layout).in_natural_order:
         raise ValueError(
             f"pad is True with layout {layout!r}: padding goes to the end of the natural order, so "
             "pad before to_layout, with pad_to_layout, outside of the call; or use the contiguous "

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.attention.arguments import AttentionArguments
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
 from burst_jax.jax_compat import vmapped_over_mesh_axes
-from burst_jax.layouts.permutation import check_length, check_zone, shard_unit
 from burst_jax.parallel.mesh import (
     axes_size,
     axis_names,
@@ -174,7 +173,7 @@ def check_lengths(request: Request, lengths: Mapping[str, int], devices: str = "
       devices: what a message adds about the devices.
     """
     for name, length in lengths.items():
-        check_length(request.layout, length, request.ring_size, name=name)
+        request.layout.check_length(length, request.ring_size, name)
         if length % request.token_devices:
             raise ValueError(
                 f"{name} is {length}: it must be a multiple of {request.token_devices}{devices}"
@@ -188,16 +187,8 @@ def check_local_shapes(request: Request, query: jax.Array, key: jax.Array) -> No
       ValueError: a length that the layout's shards cannot have, or heads that do not divide.
       NotImplementedError: the batch size is symbolic and several devices share a sequence.
     """
-    unit = shard_unit(request.layout)
-    needs = "an even number" if unit == 2 else f"a multiple of {unit}"
     for name, length in (("query", query.shape[1]), ("key", key.shape[1])):
-        tokens = length * request.ulysses_size
-        if tokens % unit:
-            raise ValueError(
-                f"{name} holds {tokens} tokens per shard: the {request.layout} layout needs "
-                f"{needs}; pad the sequence with pad_to_layout"
-            )
-        check_zone(request.layout, tokens)
+        request.layout.check_shard(length * request.ulysses_size, name)
     _check_static_batch(request, query)
     _check_ulysses(request, query.shape[2], key.shape[2])
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.attention.arguments import LocalArguments, RingArguments, Side
-from burst_jax.layouts.permutation import check_layout, zone_size
+from burst_jax.attention.arguments import LocalArguments, Side
+from burst_jax.layouts.layout import AttentionPass
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import Dropout
@@ -80,8 +80,7 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
       NotImplementedError: positions of keys that differ between the sequences of a batch.
     """
     check_qkv(query, key, value)
-    if isinstance(arguments, RingArguments):
-        check_layout(arguments.layout)
+    layout = arguments.parsed_layout
     sizes = {"B": query.shape[0], "T": query.shape[1], "S": key.shape[1], "N": query.shape[2]}
     given = {name: getattr(arguments, name) for name in ARRAYS if hasattr(arguments, name)}
     del given["block_mask"]
@@ -91,10 +90,7 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
     given = {name: x for name, x in given.items() if x is not None}
     _check_segment_ids_of_both(given)
     arrays = {name: check_array(name, x, sizes) for name, x in given.items()}
-    if is_balanced(arguments):
-        _check_balanced(arguments, arrays, sizes, offset)
-    else:
-        _check_positions(arguments, arrays, offset)
+    _CHECKS[layout.attention_pass](arguments, arrays, offset)
     return {"query": query, "key": key, "value": value} | arrays
 
 
@@ -238,7 +234,7 @@ def check_query_offset(offset: Any) -> int | None:
     return None
 
 
-def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: int | None) -> None:
+def _check_ring(arguments: LocalArguments, arrays: dict[str, Any], offset: int | None) -> None:
     """Checks a call's positions; a static offset next to array positions becomes an array."""
     if "query_positions" in arrays and offset != 0:
         raise ValueError(
@@ -259,41 +255,35 @@ def _check_positions(arguments: LocalArguments, arrays: dict[str, Any], offset: 
         arrays["query_offset"] = np.asarray(offset, np.int32)
 
 
-def is_balanced(arguments: LocalArguments) -> bool:
-    """Whether the order of the tokens is one of :func:`burst_jax.layouts.balance`."""
-    return isinstance(arguments, RingArguments) and zone_size(arguments.layout) is not None
-
-
-# What a call in a balanced layout needs, and what it may have besides.
-_OF_BALANCED = (
+# What the gathered pass needs, what it supports besides, and what it does not.
+_OF_DOCUMENTS = (
     "query_positions", "key_value_positions", "query_segment_ids", "key_value_segment_ids",
 )  # fmt: skip
-_WITH_BALANCED = (*_OF_BALANCED, "sink_logits")
-_STATIC_WITHOUT_BALANCED = ("attention_chunk_size", "score_mod", "mask_mod", "block_mask")
+_WITH_DOCUMENTS = (*_OF_DOCUMENTS, "sink_logits")
+_STATIC_WITHOUT_DOCUMENTS = ("attention_chunk_size", "score_mod", "mask_mod", "block_mask")
 
 
-def _check_balanced(
-    arguments: LocalArguments, arrays: Mapping[str, Any], sizes: Mapping[str, int], offset: Any
-) -> None:
-    """Raises unless a call in a balanced layout has its documents, and no other mask."""
-    layout = getattr(arguments, "layout", None)
-    if missing := [name for name in _OF_BALANCED if name not in arrays]:
+def _check_gathered(arguments: LocalArguments, arrays: dict[str, Any], offset: int | None) -> None:
+    """Raises unless a call of the gathered pass has its documents, and no other mask."""
+    layout = arguments.parsed_layout
+    if missing := [name for name in _OF_DOCUMENTS if name not in arrays]:
         raise ValueError(
             f"{missing[0]} is None with layout {layout!r}: pass the positions and segment ids "
             "that burst_jax.layouts.balance returned, for queries and keys"
         )
-    if sizes["T"] != sizes["S"]:
+    queries, keys = (arrays[name].shape[1] for name in _OF_DOCUMENTS[2:])
+    if queries != keys:
         raise ValueError(
-            f"query has {sizes['T']} tokens, key {sizes['S']}, with layout {layout!r}: queries and "
-            "keys must be the same tokens"
+            f"query has {queries} tokens, key {keys}, with layout {layout!r}: queries and keys "
+            "must be the same tokens"
         )
     if getattr(arguments, "backward", None) == "rotate_query":
         raise NotImplementedError(
-            f"backward is 'rotate_query' with layout {layout!r}, in which K and V of the ring zone "
-            "are gathered: use 'auto'"
+            f"backward is 'rotate_query' with layout {layout!r}, in which K and V of split "
+            "documents are gathered: use 'auto'"
         )
-    other = [name for name in arrays if name not in _WITH_BALANCED and name != "query_offset"]
-    other += [name for name in _STATIC_WITHOUT_BALANCED if getattr(arguments, name) is not None]
+    other = [name for name in arrays if name not in _WITH_DOCUMENTS and name != "query_offset"]
+    other += [name for name in _STATIC_WITHOUT_DOCUMENTS if getattr(arguments, name) is not None]
     other += [] if offset == 0 else ["query_offset"]
     other += ["dropout_rate"] if arguments.dropout_rate else []
     if any(isinstance(side, jax.Array) for side in window_sides(arguments.local_window_size)):
@@ -305,14 +295,24 @@ def _check_balanced(
         )
 
 
-def positions_per_sequence(arrays: Mapping[str, Any]) -> str | None:
-    """The argument whose positions differ between the sequences of the batch, or None."""
+_CHECKS: dict[AttentionPass, Callable[..., None]] = {
+    "ring": _check_ring, "gathered": _check_gathered,
+}  # fmt: skip
+
+
+def positions_per_sequence(arguments: LocalArguments, arrays: Mapping[str, Any]) -> str | None:
+    """The argument whose positions differ between the sequences of the batch, or None.
+
+    None for the gathered pass, which reads every sequence's positions itself.
+    """
+    if arguments.parsed_layout.attention_pass == "gathered":
+        return None
     return next((n for n, ndim in POSITIONS.items() if n in arrays and arrays[n].ndim > ndim), None)
 
 
 def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, Any]) -> None:
     """Raises if ALiBi, dropout or user functions would read per-sequence positions."""
-    name = positions_per_sequence(arrays)
+    name = positions_per_sequence(arguments, arrays)
     readers = ["dropout_rate"] if arguments.dropout_rate else []
     readers += [
         reader

@@ -1,11 +1,14 @@
-"""Records the attention calls of a program while it is traced, for :mod:`burst_jax.verify`."""
+"""Attention calls, recorded while a program is traced, and marks of its jitted functions.
+
+Both are for :mod:`burst_jax.verify`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,6 +62,8 @@ class WatchedCall:
     place: Place | None
 
 
+# Name and file of the functions of :func:`attention_program`.
+_PROGRAMS: set[tuple[str, str]] = set()
 _WATCH: ContextVar[list[WatchedCall] | None] = ContextVar("watch", default=None)
 # Part of the key of JAX's caches: without it, functions that are traced already call nothing.
 _RETRACE = jax.make_user_context()
@@ -89,6 +94,17 @@ def watch_call(arguments: LocalArguments, query: Any, axes: AxisNames, local: bo
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = getattr(jax.typeof(query), "vma", None) if manual else None
     calls.append(WatchedCall(local, arguments, axes, varying or None, tuple(manual), _caller()))
+
+
+def attention_program[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function, which is then jitted, as attention in a traced program."""
+    _PROGRAMS.add((function.__name__, function.__code__.co_filename))
+    return function
+
+
+def is_attention_program(name: str, file: str) -> bool:
+    """Whether the jitted function of this name and file is a marked one."""
+    return (name, file) in _PROGRAMS
 
 
 def is_library(file: str) -> bool:

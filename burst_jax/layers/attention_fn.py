@@ -15,6 +15,7 @@ from burst_jax.attention.api import burst_attention
 from burst_jax.attention.arguments import AttentionArguments, AttentionOptions
 from burst_jax.attention.padding import check_pad
 from burst_jax.errors import did_you_mean
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.parallel.mesh import (
     axes_size,
     resolve_mesh,
@@ -286,8 +287,8 @@ def _attend_batched(
         for name, length in (("T", query.shape[1]), ("S", key.shape[1]))
         if length % shards
     ]
-    contiguous = options.get("layout", "contiguous") == "contiguous"
-    if undivided and contiguous and not options.get("pad", False):
+    layout = parse_layout(options.get("layout", "contiguous"))
+    if undivided and layout.in_natural_order and not options.get("pad", False):
         raise ValueError(
             f"{' and '.join(undivided)}: a length must be a multiple of {shards}, the number of "
             "devices on the sequence axes; create the attention_fn with pad=True, or pad before "

@@ -23,7 +23,7 @@ from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
-from burst_jax.layouts.permutation import zone_size
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -221,7 +221,7 @@ class BurstAttention(nnx.Module):
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         dropout_key = self._dropout_key(deterministic, rngs)
         if self.rope_theta is None:
-            if positions is not None and not self._is_balanced:
+            if positions is not None and self._given_positions(positions) is None:
                 raise ValueError(
                     "positions are given and rope_theta is None: the layer would ignore them"
                 )
@@ -294,7 +294,8 @@ class BurstAttention(nnx.Module):
         if rope is not None:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
         options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids, **masks}
-        if self._is_balanced:
+        positions = self._given_positions(positions)
+        if positions is not None:
             options |= {"query_positions": positions, "key_value_positions": positions}
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
@@ -321,6 +322,35 @@ class BurstAttention(nnx.Module):
         out, aux = fn(query, key, value, axis, **options)
         return project(self.out, out, summed_over=tensor_axis), aux
 
+    def with_projections(
+        self,
+        *,
+        query: nnx.Module | None = None,
+        key: nnx.Module | None = None,
+        value: nnx.Module | None = None,
+        out: nnx.Module | None = None,
+        normalized: bool = False,
+    ) -> BurstAttention:
+        """A copy with other projections, for use inside a ``shard_map``.
+
+        Args:
+          query: a module that is called with ``[B, T, D]`` and returns ``[B, T, heads, H]`` without
+            the bias; its attributes ``kernel``, ``bias`` and ``out_features`` are those of
+            ``nnx.LinearGeneral``. None keeps the layer's.
+          key: the same for keys.
+          value: the same for values.
+          out: the same for the output, called with ``[B, T, heads, Hv]``.
+          normalized: whether ``query`` and ``key`` include the layer's norms.
+        """
+        layer = nnx.merge(*nnx.split(self))
+        given = {"query": query, "key": key, "value": value, "out": out}
+        for name, projection in given.items():
+            if projection is not None:
+                setattr(layer, name, projection)
+        if normalized:
+            layer.query_norm = layer.key_norm = nnx.data(None)
+        return layer
+
     def __getstate__(self) -> dict[str, Any]:
         saved = tuple(without_devices(dict(self.options)).items())
         return super().__getstate__() | {"options": saved}
@@ -329,9 +359,10 @@ class BurstAttention(nnx.Module):
         options = tuple(with_devices(dict(state["options"])).items())
         super().__setstate__(state | {"options": options})
 
-    @property
-    def _is_balanced(self) -> bool:
-        return zone_size(dict(self.options).get("layout", "contiguous")) is not None
+    def _given_positions[Positions](self, positions: Positions) -> Positions | None:
+        """What attention needs of the positions of a call; None if the layout has them."""
+        layout = parse_layout(dict(self.options).get("layout", "contiguous"))
+        return layout.given_positions(positions)
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:
         """The dropout key of a call; None without dropout."""

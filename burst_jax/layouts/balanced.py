@@ -3,16 +3,17 @@
 A fixed layout sends all keys around the ring, although a short document needs no other shard, and
 evens out the work of one long document, not of several documents. Here each document is either
 *whole*, all of it on one shard, or *split* into pieces on several shards. All pieces are within the
-last z tokens of their shards, the **ring zone**, and only the zones are sent::
+last z tokens of their shards, the **gathered zone**, and only the zones are sent::
 
     shard 0   | document 1 | 2 |    3    | pieces of 8 and 9 |
     shard 1   |     4     |      5       | pieces of 8 and 9 |
     shard 2   |      6       |    7      | pieces of 8 and 9 |
                                          '---- z tokens -----'
 
-Attention is local attention over each shard and a ring of n - 1 steps over the zones. On a shard
-whole documents come first, the longest of them ahead, then pieces, then padding. Whole documents
-may extend into the zone.
+Attention is local attention over each shard for whole documents. For split ones every device
+all-gathers the zones' keys and values, in slices that overlap with compute; their gradients are
+reduce-scattered (:mod:`burst_jax.ring.gathered`). On a shard whole documents come first, the
+longest of them ahead, then pieces, then padding. Whole documents may extend into the zone.
 
 A document is split like zigzag, into a low and a high chunk for each shard, but with chunk sizes
 that even out the causal pairs of all shards, whole documents included. Four shards with 8 tokens
@@ -38,7 +39,7 @@ from burst_jax.errors import check_integer, shown
 from burst_jax.layouts.document_search import Found, pairs, search
 from burst_jax.layouts.ring_costs import RingCosts
 
-# A ring zone is this many sixteenths of a shard, so that at most six programs are compiled.
+# A gathered zone is this many sixteenths of a shard, so that at most six programs are compiled.
 _ZONE_PARTS = (2, 4, 6, 8, 16)
 _ZONE_MULTIPLE = 128
 
@@ -56,11 +57,11 @@ class Placement:
       segment_ids: int32, for the attention calls: 0 for padding, otherwise one id per document,
         from 1. Ids ascend within a shard, and split documents have the highest.
       layout: ``"balanced:z"``, the ``layout=`` of attention, layers and batches; the last z tokens
-        of every shard are its ring zone, and ``"balanced:0"`` needs no ring.
+        of every shard are its gathered zone, and with ``"balanced:0"`` nothing is sent.
       zone: z.
       balance: the slowest device's causal pairs over the mean device's; 1 is ideal.
       share_of_ideal: the mean device's causal pairs over the modelled time of the slowest device,
-        which includes ring steps, exposed sends and partly masked tiles.
+        which includes the gathered zone, exposed sends and partly masked tiles.
       split: indices of the documents that are split, ascending.
     """
 
@@ -141,7 +142,7 @@ class Placement:
 
 
 def zone_sizes(tokens_per_shard: int) -> tuple[int, ...]:
-    """The sizes of ring zones that :func:`balance` chooses from, ascending.
+    """The sizes of gathered zones that :func:`balance` chooses from, ascending.
 
     They are 0, and 1/8, 1/4, 3/8, 1/2 and all of a shard, rounded up to multiples of 128 tokens
     but never more than a shard. Each is a compiled program, so there are at most six.
@@ -179,7 +180,7 @@ def balance(
       num_shards: number of shards on the ring, n.
       tokens_per_shard: number of tokens per shard, c. What the documents leave of n c tokens is
         padding.
-      zone: tokens of the ring zone, for several sequences that share a program
+      zone: tokens of the gathered zone, for several sequences that share a program
         (:func:`balance_batch` chooses it). Default: one of :func:`zone_sizes`.
       costs: the cost model; default ``RingCosts()``.
 
@@ -203,13 +204,13 @@ def balance_batch(
     zone: int | None = None,
     costs: RingCosts | None = None,
 ) -> list[Placement]:
-    """Places the documents of every sequence of a batch with one common ring zone.
+    """Places the documents of every sequence of a batch with one common gathered zone.
 
     Args:
       batch: the document lengths of each sequence, as ``lengths`` of :func:`balance`.
       num_shards: number of shards on the ring, n.
       tokens_per_shard: number of tokens per shard of each sequence, c.
-      zone: tokens of the ring zone; default: the largest that a sequence needs.
+      zone: tokens of the gathered zone; default: the largest that a sequence needs.
       costs: the cost model; default ``RingCosts()``.
 
     Returns:

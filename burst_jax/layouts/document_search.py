@@ -89,11 +89,11 @@ def search(
     costs: RingCosts,
     zone: int | None = None,
 ) -> Found | None:
-    """The best placement found, with a ring zone of one of ``sizes`` (ascending), or with ``zone``.
+    """The best placement found, with a gathered zone of ``zone`` tokens, or of one of ``sizes``.
 
-    None if no placement is found that fits in ``zone``. Attempts differ in how many of the longest
-    documents are split and in how the others are placed. Those that cannot be better than the best
-    one so far are left out.
+    ``sizes`` ascend. None if no placement is found that fits in ``zone``. Attempts differ in how
+    many of the longest documents are split and in how the others are placed. Those that cannot be
+    better than the best one so far are left out.
     """
     zones = sizes if zone is None else (zone,)
     descending = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -332,7 +332,7 @@ def _in_proportion(total: int, weights: Sequence[int], most: int) -> list[int]:
 def _with_pieces(
     whole: _Shards, zones: Sequence[int], costs: RingCosts, limit: float
 ) -> Iterator[Found]:
-    """The placement with its split documents cut, for each ring zone that can hold them."""
+    """The placement with its split documents cut, for each gathered zone that can hold them."""
     num_shards, needed = len(whole.rooms), sum(whole.lengths[i] for i in whole.split)
     tried: list[int] | None = None
     for zone in zones:

@@ -109,7 +109,7 @@ def place_documents(
       segment_ids: integers ``[B, T]`` in natural order, 0 for padding, which is left out; T is a
         multiple of ``num_shards``.
       num_shards: number of shards on the ring.
-      zone: tokens of the ring zone; None chooses it.
+      zone: tokens of the gathered zone; None chooses it.
 
     Returns:
       ``(order, placed)``: order is int64 ``[B, T]``, the index of the token at each place, -1 for

@@ -15,9 +15,9 @@ class RingCosts:
     8 KV heads of 128, forward and backward, where 1 ms is 8.7e6 pairs (docs/performance.md).
 
     Attributes:
-      zone: pairs in the time that a ring zone of any size takes: kernels that are launched one
+      zone: pairs in the time that a gathered zone of any size takes: kernels that are launched one
         after the other leave a part of the GPU idle as each ends.
-      zone_token: pairs in the time that each token of the ring zone takes, besides its work.
+      zone_token: pairs in the time that each token of the gathered zone takes, besides its work.
       gathered_token: pairs in the time that each token of all zones together takes to be sorted and
         its gradients to be sent back.
       send: pairs in the time that one token takes to be sent by a device. Sends are overlapped with
@@ -52,7 +52,7 @@ class RingCosts:
 
         Args:
           work: pairs that the device computes.
-          zone: tokens of the ring zone; 0 needs no ring.
+          zone: tokens of the gathered zone; 0 sends nothing.
           num_shards: number of shards on the ring.
         """
         if not zone:

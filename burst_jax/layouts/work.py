@@ -3,9 +3,9 @@
 The causal pairs (query, key) of each device and each ring step are exact, for any layout. They are
 computed from the documents' ends: some milliseconds for a million tokens.
 
-A fixed layout splits the sequence into units of k tokens, of which U make a period: half-blocks
-(zigzag, U = 2n), blocks (contiguous, U = n) or stripes (striped:k, U = n, many periods). Below a
-position ``p = m U k + r``, unit v has ::
+A fixed layout splits the sequence into blocks of k tokens (``Layout.block_shards``), here called
+units, of which U make a period: half-blocks (zigzag, U = 2n), blocks (contiguous, U = n) or stripes
+(striped:k, U = n, many periods). Below a position ``p = m U k + r``, unit v has ::
 
     C_v(p) = m k + clip(r - v k, 0, k)
 
@@ -23,8 +23,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from burst_jax.errors import check_integer
-from burst_jax.layouts.documents import Runs, place_documents, runs_of
-from burst_jax.layouts.permutation import Layout, check_length, stripe_size, zone_size
+from burst_jax.layouts.balanced_layout import Balanced
+from burst_jax.layouts.documents import Runs, runs_of
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.ring_costs import RingCosts
 
 # Tokens of a shard from which a share means something. In the model, with an H100's fixed costs,
@@ -55,7 +57,7 @@ class WorkReport:
 
 def work_report(
     segment_ids: np.ndarray,
-    layout: Layout,
+    layout: LayoutLike,
     num_shards: int,
     *,
     positions: np.ndarray | None = None,
@@ -67,7 +69,8 @@ def work_report(
 
     Args:
       segment_ids: integers ``[B, T]`` in natural order, 0 for padding: the sequences of one ring.
-      layout: the layout, whose divisor T must be a multiple of.
+      layout: the layout, whose divisor T must be a multiple of. "balanced" has the gathered zone
+        that the documents need.
       num_shards: number of shards on the ring, n.
       positions: integers ``[B, T]``: ``segment_ids`` and they are a batch in the order of a
         balanced layout, as the attention gets them. None is natural order; a balanced layout is
@@ -79,7 +82,7 @@ def work_report(
 
     Raises:
       ValueError: arrays of another shape, a layout that is unknown or cannot split T, documents
-        that do not fit in the layout's ring zone, or positions with another layout.
+        that do not fit in the layout's gathered zone, or positions with another layout.
     """
     n, segment_ids = check_integer("num_shards", num_shards, 1), np.asarray(segment_ids)
     if segment_ids.ndim != 2 or segment_ids.dtype.kind not in "iu":
@@ -88,9 +91,11 @@ def work_report(
             "integers [B, T]"
         )
     length = segment_ids.shape[1]
-    check_length(layout, length, n, name="the length of segment_ids")
-    zone, costs = zone_size(layout), RingCosts() if costs is None else costs
-    if zone is None:
+    layout, costs = parse_layout(layout), RingCosts() if costs is None else costs
+    if positions is None and length % n == 0:
+        layout = layout.fitted(segment_ids, n)
+    layout.check_length(length, n, "the length of segment_ids")
+    if layout.is_fixed:
         if positions is not None:
             raise ValueError(
                 f"positions are given with layout {layout!r}, which defines them: pass "
@@ -99,8 +104,7 @@ def work_report(
         runs = map(runs_of, segment_ids)
     else:
         if positions is None:
-            order, placed = place_documents(segment_ids, n, zone)
-            segment_ids = np.stack([one.segment_ids for one in placed]) if placed else segment_ids
+            order, segment_ids = layout.order_of(segment_ids, n)
             positions = np.maximum(order, 0)
         positions = np.asarray(positions)
         if positions.shape != segment_ids.shape:
@@ -120,7 +124,7 @@ def report_of_runs(
 
     The runs are those of a layout's natural order, in a balanced layout those of its own order.
     """
-    zone, count = zone_size(layout), 0
+    zone, count = layout.known_zone if isinstance(layout, Balanced) else None, 0
     pairs, wasted = np.zeros((n, n), np.int64), np.zeros(n)
     for runs in sequences:
         if zone is None:
@@ -149,12 +153,11 @@ def report_of_runs(
 
 
 def _fixed_work(
-    runs: Runs, length: int, layout: str, n: int, tile: int
+    runs: Runs, length: int, layout: Layout, n: int, tile: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pairs int64 ``[n, n]`` and wasted pairs ``[n]`` of a sequence in a fixed layout."""
-    stripe = stripe_size(layout)
-    units = 2 * n if layout == "zigzag" else n
-    size = length // units if stripe is None else stripe
+    size, shards = layout.block_shards(length // n, n)
+    units = len(shards)
     starts, ends = (_Below(p, size, units) for p in (runs.start, runs.start + runs.size))
     own = ends.counts - starts.counts
     within = ends.pairs() - starts.pairs() - _product(own, starts.counts)
@@ -162,14 +165,13 @@ def _fixed_work(
 
     before = runs.before(runs.size)[:, None]
     first, last = np.zeros_like(own), np.broadcast_to(runs.size[:, None], own.shape)
-    if stripe is None:
+    if size * units == length:  # One period: each unit is one range of positions.
         edges = size * np.arange(units + 1) - runs.start[:, None]
         edges = np.clip(edges, 0, runs.size[:, None])
         first, last = edges[:, :-1], edges[:, 1:]
     wasted = _wasted(runs, own, before + first, before + last, tile)
 
-    shard = np.arange(units)
-    of_shard = np.eye(n, dtype=np.int64)[np.minimum(shard, 2 * n - 1 - shard)]
+    of_shard = np.eye(n, dtype=np.int64)[shards]
     return of_shard.T @ pairs @ of_shard, wasted @ of_shard
 
 

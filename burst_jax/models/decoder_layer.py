@@ -81,6 +81,12 @@ class DecoderLayer(nnx.Module):
         names = config.feed_forward.projections(config)
         return attention | {name: getattr(self.mlp, name) for name in names}
 
+    def with_blocks(self, attention: BurstAttention, mlp: Any) -> DecoderLayer:
+        """A copy with other blocks, such as those that they return for a decoding step."""
+        layer = nnx.merge(*nnx.split(self))
+        layer.attention, layer.mlp = attention, mlp
+        return layer
+
     def __call__(
         self,
         x: jax.Array,

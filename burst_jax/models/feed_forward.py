@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class FeedForward(nnx.Module):
 
     It runs inside a ``shard_map``, on one device's tokens. Its weights are gathered over the axes
     of "embed"; dimensions named "mlp" stay sharded over ``hidden_axis``, over which ``__call__``
-    must sum its result (``lax.psum``), and over no axis by name: serving uses other axes.
+    must sum its result (``lax.psum``), and over no axis by name: :meth:`decoding` has other axes.
     docs/flax.md has an example.
 
     A class with auxiliary losses, like one that balances the load of experts, overrides
@@ -56,7 +56,7 @@ class FeedForward(nnx.Module):
       config: sizes and dtypes.
       out_init: initializer of the output matrix, whose result is added to the residual stream.
       hidden_axis: mesh axis, or axes, that shard the dimensions named "mlp" in ``weight_axes``, or
-        None. Serving may reassign it, and may pad these dimensions with zeros.
+        None.
       rngs: random numbers for the initializers (stream "params").
 
     Attributes:
@@ -68,18 +68,13 @@ class FeedForward(nnx.Module):
       hidden_axis: as in the arguments.
       expert_axis: mesh axis, or axes, that shard the dimensions named "expert" in ``weight_axes``
         (``ShardingRules.expert``). These are not gathered: the devices must exchange their tokens.
-        The decoder sets it. Serving shards "mlp" over those of ``hidden_axis`` that are not in it.
-      same_tokens_axis: those of ``expert_axis`` along which devices have the same tokens, in a
-        decoding step of serving, which sets it.
-      is_decoding: whether it runs such a step: few tokens, and no gradient. Serving sets it.
+        The decoder sets it.
     """
 
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]]
     chunks_tokens: ClassVar[bool] = False
     hidden_axis: AxisNames
     expert_axis: AxisNames = None
-    same_tokens_axis: AxisNames = None
-    is_decoding: bool = False
 
     def __init__(
         self,
@@ -101,6 +96,20 @@ class FeedForward(nnx.Module):
             them :data:`burst_jax.models.remat.MLP_PRODUCTS` with ``checkpoint_name``.
         """
         raise NotImplementedError
+
+    def decoding(self, *, hidden_axis: AxisNames, same_tokens_axis: AxisNames) -> Self:
+        """A copy that runs decoding steps: few tokens, and no gradient.
+
+        Args:
+          hidden_axis: mesh axes that shard "mlp" in such steps, which may be padded with zeros.
+            Weights with an "expert" dimension are sharded over those that are not in
+            ``expert_axis``.
+          same_tokens_axis: those of ``expert_axis`` along which devices have the same tokens.
+        """
+        del same_tokens_axis
+        block = nnx.merge(*nnx.split(self))
+        block.hidden_axis = hidden_axis
+        return block
 
     def with_sums(
         self, x: jax.Array, present: jax.Array | None, *, keeps_products: bool
@@ -209,7 +218,7 @@ class GatedMLP(FeedForward):
         """
         config = self.config
         check_chunks(config, x.shape[1])
-        static = _Static(
+        static = _MlpStatic(
             config.activation, config.mlp_chunks, keeps_products, frozen=config.lora is not None
         )
         weights = {
@@ -282,7 +291,7 @@ class Projection(NamedTuple):
         return Projection(kernel, bias, adapter)
 
 
-class _Static(NamedTuple):
+class _MlpStatic(NamedTuple):
     """The static arguments of an MLP.
 
     Attributes:
@@ -319,12 +328,12 @@ def _merge(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(static: _Static, x: jax.Array, weights: Weights) -> jax.Array:
+def _mlp(static: _MlpStatic, x: jax.Array, weights: Weights) -> jax.Array:
     """All arrays have one dtype and vary over the same mesh axes."""
     return _forward(static, x, weights)[0]
 
 
-def _forward(static: _Static, x: jax.Array, weights: Weights) -> Any:
+def _forward(static: _MlpStatic, x: jax.Array, weights: Weights) -> Any:
     def chunk(x: jax.Array) -> Any:
         products = weights["gate"](x), weights["up"](x)
         out = weights["down"](static.hidden(*products))
@@ -338,7 +347,7 @@ def _forward(static: _Static, x: jax.Array, weights: Weights) -> Any:
     return out, (x, weights, products)
 
 
-def _backward(static: _Static, residuals: Any, dout: jax.Array) -> Any:
+def _backward(static: _MlpStatic, residuals: Any, dout: jax.Array) -> Any:
     x, weights, products = residuals
     gate, up, down = (weights[name] for name in ("gate", "up", "down"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -170,7 +169,7 @@ def initialize(
     try:
         left = max(1.0, start_timeout - (time.monotonic() - start))
         # Processes time out together. Process 0 serves the others, so it ends last.
-        _join(join, left, coordinator, num_processes or count, 0.0 if process_id else _GRACE)
+        _join(join, left if process_id else left + _GRACE, num_processes or count)
     except ValueError as error:
         if not missing:
             raise
@@ -195,9 +194,7 @@ def initialize(
 def _join(
     initialize: Callable[[], None],
     seconds: float,
-    coordinator: str | None,
     count: int | str | None,
-    grace: float,
 ) -> None:
     """Calls ``initialize`` in a thread, for some seconds.
 
@@ -214,32 +211,14 @@ def _join(
     thread = threading.Thread(target=run, daemon=True, name="jax.distributed.initialize")
     thread.start()
     thread.join(seconds)
-    known = ""
-    if thread.is_alive():
-        port = coordinator.rpartition(":")[2] if coordinator else "0"
-        connected = _connections(int(port))
-        if connected:
-            known = f", connected to process 0: {connected}"
-        thread.join(grace)
     if errors:
         raise errors[0]
     if thread.is_alive():
         raise TimeoutError(
             f"not all processes of this run have joined within {seconds:.0f} s: num_processes is "
-            f"{count} here{known}; start the missing ones, see whether they have ended with an "
+            f"{count} here; start the missing ones, see whether they have ended with an "
             "error, or correct num_processes, which must be the same for all"
         )
-
-
-def _connections(port: int) -> int:
-    """How many connections this host has on a port that it listens at; 0 if unknown."""
-    count = 0
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):  # Linux, which GPUs need.
-        with contextlib.suppress(OSError), open(table) as lines:
-            for line in lines:
-                _, local, _, state = line.split()[:4]
-                count += state == "01" and local.endswith(f":{port:04X}")
-    return count
 
 
 def _wait_for(coordinator: str, seconds: int) -> None:

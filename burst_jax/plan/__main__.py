@@ -15,75 +15,15 @@ import jax.numpy as jnp
 
 from burst_jax.array_files import map_array
 from burst_jax.command_line import Parser, check_output, file_or_folder, integer, number
-from burst_jax.errors import did_you_mean, shown
+from burst_jax.errors import shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
-from burst_jax.layers.rope import Llama3Rope, YarnRope
-from burst_jax.models import (
-    DecoderConfig,
-    Experts,
-    LayerKind,
-    MixtureOfExperts,
-    check_trained_length,
-    load_config,
-)
+from burst_jax.models import DecoderConfig, check_trained_length, load_config
 from burst_jax.models.hf.trained_length import warn_beyond
 from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, documents, training
+from burst_jax.plan.presets import SHAPES, config_of
 from burst_jax.training.adam import Moments
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20}
-_SIZES = (
-    "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
-)  # fmt: skip
-_LLAMA: dict[str, Any] = {"norm_epsilon": 1e-5, "qk_norm": False}
-_LLAMA_3 = _LLAMA | {"rope_theta": 5e5}
-_LLAMA_3_2 = {"rope": Llama3Rope(5e5, factor=32.0), "tie_embeddings": True}
-_QWEN_2_5 = {"rope_theta": 1e6, "qkv_bias": True, "qk_norm": False}
-_QWEN_3_MOE = {"rope_theta": 1e6, "experts": Experts(128, 8)}
-_MIXTRAL = _LLAMA | {"rope_theta": 1e6, "experts": Experts(8, 2)}
-_GPT_OSS = (
-    _LLAMA
-    | {
-        "rope": YarnRope(1.5e5, factor=32.0, old_positions=4096, truncate=False),
-        "layer_pattern": (LayerKind(window=128), LayerKind()),
-        "experts": Experts(32, 4, router_bias=True, clamp=7.0),
-        "attention_sinks": True,
-    }
-    | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
-)
-# Sizes, max_position_embeddings, and what differs from DecoderConfig's defaults.
-SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
-    "gpt-oss-20b": ((24, 2880, 64, 8, 64, 2880, 201088), 131072, _GPT_OSS),
-    "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256), 8192, _LLAMA_3),
-    "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256), 8192, _LLAMA_3),
-    "llama-3.1-8b": (
-        (32, 4096, 32, 8, 128, 14336, 128256), 131072,
-        _LLAMA | {"rope": Llama3Rope(5e5, factor=8.0)},
-    ),
-    "llama-3.2-1b": ((16, 2048, 32, 8, 64, 8192, 128256), 131072, _LLAMA | _LLAMA_3_2),
-    "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32768), 32768, _LLAMA | {"rope_theta": 1e6}),
-    "mixtral-8x7b": ((32, 4096, 32, 8, 128, 14336, 32000), 32768, _MIXTRAL),
-    "qwen-2.5-7b": ((28, 3584, 28, 4, 128, 18944, 152064), 131072, _QWEN_2_5),
-    "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936), 40960, {"rope_theta": 1e6}),
-    "qwen-3-30b-a3b": ((48, 2048, 32, 4, 128, 768, 151936), 40960, _QWEN_3_MOE),
-}  # fmt: skip
-
-
-def config_of(name: str) -> DecoderConfig:
-    """The config of a well-known decoder, with bfloat16 compute and float32 weights.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    if name not in SHAPES:
-        raise ValueError(
-            f"model is {name!r}: use one of {', '.join(SHAPES)}, or a folder"
-            f"{did_you_mean(name, SHAPES)}"
-        )
-    sizes, _, variant = SHAPES[name]
-    config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | variant
-    if "experts" in config:
-        config["feed_forward"] = MixtureOfExperts
-    return DecoderConfig(**config, dtype=jnp.bfloat16)
 
 
 def tokens(text: str) -> int:
@@ -249,14 +189,13 @@ def _attention(cluster: dict[str, Any], given: dict[str, Any]) -> AttentionPlan:
 
 
 def _config(model: str, length: int, ignore: Sequence[str]) -> DecoderConfig:
-    """The decoder of ``--model``; warns as examples/train_lm.py does about a longer ``length``."""
+    """The decoder of ``--model``; warns of a ``length`` beyond what it was trained on."""
     if not model or not Path(model).is_dir():
         config = config_of(model)
         if ignore:
             raise ValueError(f"--ignore is {shlex.join(ignore)}: it needs a folder as --model")
         warn_beyond(SHAPES[model][1], "--length", length)
         return config
-    # As examples/train_lm.py loads it.
     config = load_config(model, dtype=jnp.bfloat16, param_dtype=jnp.float32, ignore=ignore)
     check_trained_length(config, "--length", length)
     return config

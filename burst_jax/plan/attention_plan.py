@@ -14,7 +14,7 @@ from burst_jax.attention.arguments import StaticMasks
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.shardings import check_lengths
 from burst_jax.errors import check_integer, did_you_mean
-from burst_jax.layouts.permutation import LAYOUTS
+from burst_jax.layouts.parse import LAYOUTS
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate, Strategy
 from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
 from burst_jax.ring.block_mask import Blocks

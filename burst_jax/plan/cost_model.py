@@ -9,7 +9,6 @@ from typing import Any
 
 from burst_jax.attention.arguments import AttentionOptions, RingArguments
 from burst_jax.attention.call import make_request
-from burst_jax.layouts.permutation import Layout
 from burst_jax.plan.hardware import Cluster
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.request import Request
@@ -125,7 +124,7 @@ class Strategy:
             arguments["ulysses_axis"] = "heads"
         return arguments
 
-    def request(self, shape: AttentionShape, layout: Layout) -> Request:
+    def request(self, shape: AttentionShape, layout: str) -> Request:
         """burst_attention's request on that mesh, without a rotation.
 
         Raises:
@@ -165,7 +164,7 @@ class Estimate:
     """
 
     strategy: Strategy
-    layout: Layout
+    layout: str
     backward: Rotation
     memory: float
     forward_bytes: int
@@ -210,7 +209,7 @@ class CostModel:
         self, shape: AttentionShape, cluster: Cluster, strategy: Strategy, request: Request
     ) -> None:
         self._attention, self._cluster = shape, cluster
-        self._strategy, self._layout = strategy, request.layout
+        self._strategy, self._layout = strategy, request.layout.name
         tokens = shape.length // request.ring_size
         # A ring shard, with the heads that one device has after the all-to-all.
         self._shape = ShardShape(

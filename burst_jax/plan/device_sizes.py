@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.expert_exchange import round_sizes, slots
 from burst_jax.models.experts import MixtureOfExperts
+from burst_jax.models.experts.exchange import round_sizes, slots
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from burst_jax.errors import check_integer, shown
-from burst_jax.layouts.balanced import check_lengths, search_batch
-from burst_jax.layouts.documents import packed_runs, placed_runs
-from burst_jax.layouts.permutation import LAYOUTS, shard_unit
+from burst_jax.layouts.balanced import check_lengths
+from burst_jax.layouts.parse import LAYOUTS, parse_layout
 from burst_jax.layouts.ring_costs import RingCosts
 from burst_jax.layouts.work import MIN_SHARD, WorkReport, report_of_runs
 
@@ -144,20 +143,15 @@ def documents(
             reason = f"shards of fewer than {MIN_SHARD:,} tokens are slow in any layout"
             left_out.append((f"ring of {n}", reason))
             continue
-        for layout in (*LAYOUTS, "balanced"):
-            unit = n if layout == "balanced" else n * shard_unit(layout)
-            if length % unit:
-                reason = f"length is {length}: it must be a multiple of {unit}"
+        for layout in map(parse_layout, (*LAYOUTS, "balanced")):
+            if length % (n * layout.unit):
+                reason = f"length is {length}: it must be a multiple of {n * layout.unit}"
                 left_out.append((f"ring of {n}, {layout}", reason))
                 continue
             # By runs of documents: arrays of the tokens of a large batch take gigabytes.
-            runs = map(packed_runs, lengths)
-            if layout == "balanced":
-                placed = search_batch(lengths, num_shards=n, tokens_per_shard=length // n)
-                layout = f"balanced:{placed[0][1].zone}"
-                runs = (placed_runs(*each, n, length // n) for each in placed)
-            report = report_of_runs(runs, layout, n, length=length, costs=costs)
-            found.append(LayoutWork(n, layout, report))
+            fitted, runs = layout.of_lengths(lengths, n, length // n)
+            report = report_of_runs(runs, fitted, n, length=length, costs=costs)
+            found.append(LayoutWork(n, fitted.name, report))
         work += sorted(found, key=lambda each: -each.report.share_of_ideal)
     if not work:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -70,7 +69,6 @@ class StepEstimate:
             "mesh": strategy.mesh,
             "arguments": arguments,
             "num_shards": strategy.seq,
-            "flags": strategy.flags,
             "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "seconds": dataclasses.asdict(self.seconds) | {"total": self.seconds.total},
             "evaluation_seconds": self.evaluation_seconds,
@@ -169,6 +167,7 @@ class TrainingPlan:
             "moment_dtype": self.moment_dtype,
             "cluster": dataclasses.asdict(self.cluster),
             "recommended": None if self.best is None else self.best.record(),
+            "environment": self.environment,
             "evaluation": None if evaluation is None else dataclasses.asdict(evaluation),
             "estimates": [each.record() | {"fits": self.fits(each)} for each in self.estimates],
             "left_out": dict(self.left_out),
@@ -184,7 +183,7 @@ class TrainingPlan:
 
         Args:
           show_all: print all estimates instead, the best first.
-          model: the checkpoint folder for the printed ``examples/train_lm.py`` command.
+          model: the checkpoint folder that the printed code loads; "DIR" prints the config instead.
           ignore: the keys that it ignores, see :func:`burst_jax.models.load`.
         """
         cluster, config, best = self.cluster, self.config, self.best
@@ -257,7 +256,7 @@ class TrainingPlan:
         ]
 
     def _recommended(self, best: StepEstimate, model: str, ignore: Sequence[str]) -> list[str]:
-        """The recommended strategy as code, and as flags."""
+        """The recommended strategy as code, and comments on how to run it."""
         strategy, bfloat16 = best.strategy, self.moment_dtype != "float32"
         arguments = dict(strategy.arguments)
         rules = arguments.pop("rules", None)
@@ -298,59 +297,53 @@ class TrainingPlan:
             "    )",
             f"    # permute the tokens: burst_jax.training.make_batch(..., {layout})",
         ]
-        return [
-            *lines, "", "the same in a shell, in a checkout of burst-jax:",
-            *self._command(best, model, ignore), *self._reason(best), *self._risk(best),
-        ]  # fmt: skip
+        return [*lines, *self._start(), self._last(), *self._reason(best), *self._risk(best)]
 
-    def _command(self, best: StepEstimate, model: str, ignore: Sequence[str]) -> list[str]:
-        """The command of ``examples/train_lm.py``, below comments on the variables that it sets."""
-        hosts, gpu, gpus = self.cluster.hosts, self.cluster.gpu, self.cluster.gpus
-        lines = ["    # DIR: the checkpoint's folder. "] if model == "DIR" else ["    # "]
-        lines[0] += "DATA: text files, JSON lines or arrays of token ids."
-        words, allocated = [], _JAX_PREALLOCATES
-        if best.memory.total > allocated * gpu.memory * _GIB:
-            lines.append("    # By default JAX preallocates three quarters of a GPU's memory.")
-            allocated = 0.95
-            words.append(f"XLA_PYTHON_CLIENT_MEM_FRACTION={allocated}")
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the recommended strategy needs, set before JAX starts."""
+        best, cluster, found = self.best, self.cluster, {}
+        if best is None:
+            return found
+        if best.memory.total > _JAX_PREALLOCATES * cluster.gpu.memory * _GIB:
+            found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
         # On one host one process has all GPUs, on several each has one.
-        pinned = (gpus if hosts == 1 else 1) * best.memory.host / _GIB
+        pinned = (cluster.gpus if cluster.hosts == 1 else 1) * best.memory.host / _GIB
         if pinned > _JAX_PINS:
-            lines.append(f"    # By default a process pins {_JAX_PINS} GiB of host memory.")
-            words.append(f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={math.ceil(1.1 * pinned)}")
+            found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(math.ceil(1.1 * pinned))
+        return found
+
+    def _start(self) -> list[str]:
+        """Comments on how to start the processes of the recommended strategy."""
+        reasons = {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "JAX preallocates three quarters of a GPU's memory",
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": f"a process pins {_JAX_PINS} GiB of host memory",
+        }
+        lines = [
+            f"    # By default {reasons[name]}: set {name}={value}."
+            for name, value in self.environment.items()
+        ]
+        hosts, gpus = self.cluster.hosts, self.cluster.gpus
         if hosts > 1:
-            lines.append(f"    # One process per GPU; without SLURM start {self.cluster.size} of")
-            lines[-1] += " them, with --coordinator, --num-processes and --process-id."
-            words.append(f"srun --nodes={hosts} --ntasks-per-node={gpus} --gpus-per-node={gpus}")
-        words += ["python examples/train_lm.py --model", shlex.quote(model)]
-        words += [f"--ignore {shlex.join(ignore)}"] if ignore else []
-        words += ["--data DATA"]
-        words += best.strategy.flags
-        words += ["--seq-len", str(self.length), "--batch", str(self.batch)]
-        if self.moment_dtype != "float32":
-            words += ["--moment-dtype", self.moment_dtype]
-        last, flags = self._last(allocated * gpu.memory)
-        return [*lines, f"    {' '.join([*words, *flags])}", last]
+            tasks = f"--ntasks-per-node={gpus} --gpus-per-node={gpus}"
+            lines.append(f"    # One process per GPU: srun --nodes={hosts} {tasks}")
+        return lines
 
-    def _last(self, memory: float) -> tuple[str, list[str]]:
-        """A comment on the evaluation after the last step, and its flags.
-
-        ``memory`` is what JAX allocates on a GPU, in GiB.
-        """
+    def _last(self) -> str:
+        """A comment on an evaluation after the last step."""
         found = self.evaluation
         assert found is not None
         line = (
-            f"    # After the last step it evaluates {found.batches} batches: about "
+            f"    # An evaluation of {found.batches} batches after the last step takes about "
             f"{_duration(found.mesh_seconds)} on the mesh"
         )
         if self.cluster.size == 1 or self.cluster.hosts > 1:
-            return f"{line}.", []
+            return f"{line}."
+        fraction = float(self.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _JAX_PREALLOCATES))
         needed = found.device_memory / _GIB
-        if needed > memory:
-            lacks = f"not on one GPU, which would need {needed:.0f} GiB"
-            return f"{line}, {lacks}.", ["--one-device", "never"]
-        alone = f"and {_duration(found.device_seconds)} on one GPU"
-        return f"{line}, {alone} (--one-device never: not there).", []
+        if needed > fraction * self.cluster.gpu.memory:
+            return f"{line}, not on one GPU, which would need {needed:.0f} GiB."
+        return f"{line}, and {_duration(found.device_seconds)} on one GPU."
 
     def _reason(self, best: StepEstimate) -> list[str]:
         """Why the recommended strategy is not the fastest that fits; empty if it is."""
@@ -386,7 +379,7 @@ class TrainingPlan:
         usable = USABLE * self.cluster.gpu.memory
         return [
             f"    # It needs {best.memory.total / _GIB:.1f} of {usable:.1f} GiB, within "
-            f"{MEMORY_ACCURACY:.0%}: try it with --steps 2. What surely fits is more than "
+            f"{MEMORY_ACCURACY:.0%}: try it with two steps. What surely fits is more than "
             f"{WORTH_A_RISK:.0%} slower, if anything does."
         ]
 

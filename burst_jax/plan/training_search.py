@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from burst_jax.errors import check_integer
-from burst_jax.layouts.permutation import LAYOUTS
+from burst_jax.layouts.parse import LAYOUTS, parse_layout
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.remat import Remat
@@ -67,7 +67,7 @@ def training(
 
     Returns:
       A :class:`burst_jax.plan.TrainingPlan`: estimates, and the fastest that fits, ``best``, with
-      its mesh, its arguments for ``init_train_state``, and its flags for ``examples/train_lm.py``.
+      its mesh and its arguments for ``init_train_state``.
 
     Raises:
       NotImplementedError: the decoder has LoRA adapters, which are trained without the weights.
@@ -196,8 +196,9 @@ class _Search:
         """An estimate for each remat and place of the moments."""
         found = []
         for remat in get_args(Remat):
-            if remat == "half" and self.mesh.seq > 1 and self.mesh.layout == "contiguous":
-                continue  # Some devices hold none of the second half.
+            layout = parse_layout(self.mesh.layout)
+            if remat == "half" and layout.lacks_first_half(self.mesh.seq) is not None:
+                continue
             for moments in places:
                 strategy = dataclasses.replace(self.mesh, remat=remat, moments=moments)
                 found.append(self._in_chunks(strategy))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
 
-from burst_jax.layouts.permutation import Layout
 from burst_jax.models.remat import Remat, remat_of_layers
 from burst_jax.parallel.rules import ShardingRules
 from burst_jax.plan.cost_model import Strategy
@@ -43,7 +42,7 @@ class TrainingStrategy:
     rows: int
     ring: tuple[int, ...]
     tensor: int
-    layout: Layout
+    layout: str
     remat: Remat
     mlp_chunks: int = 1
     moments: Moments = "device"
@@ -143,17 +142,3 @@ class TrainingStrategy:
     def remats(self, layers: int) -> dict[Remat, int]:
         """The number of layers with each remat, in the order of the layers."""
         return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
-
-    @property
-    def flags(self) -> list[str]:
-        """The flags of ``examples/train_lm.py`` for this strategy."""
-        mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
-        flags = ["--mesh", mesh, "--layout", self.layout, "--remat", self.remat]
-        if self.weights == "replicated" and self.rows * self.token_devices > 1:
-            flags[2:2] = ["--weights", "replicated"]
-        if self.expert:
-            flags += ["--expert-axes", ",".join(self.expert)]
-        if self.remat_layers is not None:
-            flags += ["--remat-layers", str(self.remat_layers)]
-        flags += ["--mlp-chunks", str(self.mlp_chunks)]
-        return flags + (["--moments", self.moments] if self.moments == "host" else [])

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from burst_jax.ring import gathered
 from burst_jax.ring.local import LocalBackward
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
@@ -29,8 +28,6 @@ def backward(
     ``per_head`` has the gradients of the parameters that the request's spec differentiates, of
     this device alone: they are still to be summed over the ring.
     """
-    if request.zone is not None:
-        return gathered.backward(request, implementation, inputs)
     kernels = LocalBackward(request, implementation, inputs, rotation)
     *steps, last = backward_schedule(kernels.route, splits_local=kernels.splits_local)
     state = _BackwardState(kernels)

@@ -140,7 +140,7 @@ def cut_runs(starts: np.ndarray, stride: int, count: int, block: int | None) -> 
     """Splits the runs of all shards at blocks of ``block`` positions; None is one block of all.
 
     Tokens before position 0 are left out of blocks, in which they attend to nothing. The runs are
-    those of :func:`burst_jax.layouts.permutation.shard_runs`.
+    those of :meth:`burst_jax.layouts.Layout.progressions`.
     """
     if block is None:
         shards = np.repeat(np.arange(len(starts)), starts.shape[1])

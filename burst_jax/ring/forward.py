@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from burst_jax.ring import gathered
 from burst_jax.ring.local import LocalForward
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import ChunkedSend
@@ -21,8 +20,6 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
     Runs :func:`burst_jax.ring.schedule.forward_schedule`.
     """
-    if request.zone is not None:
-        return gathered.forward(request, implementation, inputs)
     kernel = LocalForward(request, implementation, inputs)
     block = kernel.block
     route, schedule = kernel.route, forward_schedule(kernel.route)

@@ -1,10 +1,10 @@
-"""The attention in a balanced layout: whole documents need no ring, and split ones few kernels.
+"""The attention in a balanced layout: whole documents need no other shard, split ones few kernels.
 
-A ring over zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads and
-writes results in float32. So every device gets the zones of all devices at once; if they have more
-than :data:`MOST_SHARDS` times the tokens of a shard, a slice of every zone at a time. Sorted by
-document and position the keys of a slice are one sequence, of which each query attends to one
-range, and the attention is two independent ones::
+A ring over the zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads
+and writes results in float32. So every device gathers the zones of all devices at once; if they
+have more than :data:`MOST_SHARDS` times the tokens of a shard, a slice of every zone at a time.
+Sorted by document and position the keys of a slice are one sequence, of which each query attends to
+one range, and the attention is two independent ones::
 
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
@@ -37,6 +37,7 @@ from jax import lax
 
 from burst_jax.ring.local import Gradients
 from burst_jax.ring.request import Request
+from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route
 from burst_jax.ring.schedule import step_name
 from burst_jax.ring.zone import (
@@ -48,6 +49,7 @@ from burst_jax.ring.zone import (
     tokens_from,
     without_mask,
     without_order,
+    zone_of,
 )
 from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, varying_axes
 from pallas_kernels.backend import Dkv
@@ -59,7 +61,7 @@ MOST_SHARDS = 2
 
 def _sends(request: Request) -> bool:
     """Whether a device needs other shards."""
-    return bool(request.zone) and request.ring_size > 1
+    return bool(zone_of(request)) and request.ring_size > 1
 
 
 class _Documents:
@@ -78,8 +80,8 @@ class _Documents:
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
-        assert request.zone is not None
-        zone, self.route = request.zone, request.route(request.zone, request.zone)
+        zone = zone_of(request)
+        self.route = request.route(zone, zone)
         self.shard = shard = Shard(request, inputs)
         count = min(zone, -(-self.route.size * zone // (MOST_SHARDS * inputs.q_length)))
         edges = [zone * i // count for i in range(count + 1)]
@@ -243,9 +245,10 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
 
 
 def backward(
-    request: Request, implementation: Implementation, inputs: AttentionInputs
+    request: Request, implementation: Implementation, inputs: AttentionInputs, rotation: Rotation
 ) -> tuple[jax.Array, Dkv, PerHead]:
-    """As :func:`burst_jax.ring.backward.backward`."""
+    """As :func:`burst_jax.ring.backward.backward`; nothing rotates."""
+    del rotation
     if not _sends(request):
         return _backward_alone(request, implementation, inputs)
     documents, accumulator = _Documents(request, inputs), implementation.dq_accumulator

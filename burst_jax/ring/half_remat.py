@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import stripe_size
+from burst_jax.layouts.layout import FirstHalf, Layout
 from burst_jax.ring.local import with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Route, scores_per_step
@@ -66,7 +66,7 @@ def attend_saving_half(
     of_ring = ring_inputs(request, inputs)
     _check(request, of_ring)
     out, lse = ring_forward(request, current_target(), of_ring)
-    first = _first_tokens(request, of_ring)
+    first, _ = _first_half(request, of_ring.q_length)
     saved = out[:, first:], lse[:, :, first:]
     (out, lse), _ = outputs_and_residuals(request, inputs, of_ring, (out, lse), {})
     return out, lse.swapaxes(1, 2), saved
@@ -124,12 +124,9 @@ def _check(request: Request, inputs: AttentionInputs) -> None:
             "sequence then attend to keys of the second half, and half of the attention cannot be "
             f"recomputed alone; {instead}"
         )
-    if request.zone is not None:
-        raise NotImplementedError(
-            f"layout is {request.layout!r}, which has no first half of a sequence to recompute: "
-            'it places every document by itself; use layout="zigzag" or "striped", or '
-            f"{instead}"
-        )
+    reason = request.layout.lacks_first_half(request.ring_size)
+    if reason is not None:
+        raise NotImplementedError(f'{reason}; use layout="zigzag" or "striped", or {instead}')
     if request.query_offset != 0:
         raise ValueError(
             "query_offset, query_positions or key_value_positions are given: half-sequence remat "
@@ -141,34 +138,27 @@ def _check(request: Request, inputs: AttentionInputs) -> None:
             f"query has {queries} tokens per shard, key {keys}: half-sequence remat requires that "
             f"both are one sequence; {instead}"
         )
-    if request.layout == "contiguous" and request.ring_size > 1:
-        raise NotImplementedError(
-            f"layout is 'contiguous' over {request.ring_size} devices, and half of them hold the "
-            "first half of the sequence: no device would save half of the attention's results; "
-            f'use layout="zigzag" or "striped", or {instead}'
-        )
 
 
-def _first_tokens(request: Request, inputs: AttentionInputs) -> int:
-    """Number of tokens of a shard that are recomputed: half of them, up to a whole stripe."""
-    stripe = stripe_size(request.layout) or 1
-    return -(-inputs.q_length // (2 * stripe)) * stripe
+def _first_half(request: Request, shard_length: int) -> FirstHalf:
+    return request.layout.first_half(shard_length, request.ring_size)
 
 
-def first_half(request: Request, tokens: int) -> Request:
-    """The request for the first ``tokens`` of every shard, in the layout of the recomputing ring.
+def first_half_request(request: Request, shard_length: int) -> Request:
+    """The request for the first half of every shard, in the layout of the recomputing ring.
 
     Of the layouts that are possible for those tokens, it has the one whose busiest devices have the
     least work: under a causal mask zigzag instead of contiguous, with a short window contiguous.
     """
-    if stripe_size(request.layout) is not None:
-        return request
-    contiguous, zigzag = (
-        dataclasses.replace(request, layout=layout) for layout in ("contiguous", "zigzag")
-    )
-    if tokens % 2 or _busiest(contiguous, tokens) <= _busiest(zigzag, tokens):
-        return contiguous
-    return zigzag
+    tokens, layouts = _first_half(request, shard_length)
+    fitting = [layout for layout in layouts if tokens % layout.unit == 0]
+    if len(fitting) > 1:
+        fitting.sort(key=lambda layout: _busiest(_in_layout(request, layout), tokens))
+    return _in_layout(request, fitting[0])
+
+
+def _in_layout(request: Request, layout: Layout) -> Request:
+    return dataclasses.replace(request, layout=layout)
 
 
 def _busiest(request: Request, tokens: int) -> float:
@@ -179,11 +169,11 @@ def _busiest(request: Request, tokens: int) -> float:
 
 def _attend_first_half(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
     """Out and lse of the first half of every shard, by a ring over these halves."""
-    tokens = _first_tokens(request, inputs)
+    tokens, (held, *_) = _first_half(request, inputs.q_length)
     query, kv = jax.tree.map(lambda x: x[:, :tokens], (inputs.query, inputs.kv))
-    request = first_half(request, tokens)
+    request = first_half_request(request, inputs.q_length)
     route = request.route(tokens, tokens)
-    redistributed = request.layout == "zigzag"
+    redistributed = request.layout != held
     if redistributed:
         query, kv = redistribute(route, (query, kv))
     inputs = with_block_runs(request, AttentionInputs(query, kv, inputs.shared))

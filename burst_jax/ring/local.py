@@ -1,4 +1,7 @@
-"""The local attention at each ring step: every call from the ring into ``pallas_kernels``."""
+"""The local attention at each ring step, and the choice of its implementation.
+
+A pass over gathered documents calls the implementation itself (:mod:`burst_jax.ring.gathered`).
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Container
 import jax
 from jax import lax
 
-from burst_jax.layouts.permutation import Layout, run_in_blocks, shard_positions, zone_size
+from burst_jax.layouts.layout import Layout
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.ring.block_mask import AttentionChunks, Blocks
 from burst_jax.ring.rotation import RotationChoice
@@ -63,11 +63,6 @@ class Request:
         return math.prod(self.ring_sizes)
 
     @property
-    def zone(self) -> int | None:
-        """Tokens per shard that the ring needs, in a balanced layout; None in other layouts."""
-        return zone_size(self.layout)
-
-    @property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes that a sequence is sharded over: the ring's, then ``ulysses_axis``."""
         return flat_names(self.ring_axes, self.ulysses_axis)
@@ -119,13 +114,13 @@ class Request:
         assert self.blocks is not None
         sizes = (q_length, self.blocks.q_block), (kv_length, self.blocks.kv_block)
         q_run, kv_run = (
-            run_in_blocks(self.layout, length, self.ring_size, block) for length, block in sizes
+            self.layout.run_in_blocks(length, self.ring_size, block) for length, block in sizes
         )
         return q_run, kv_run
 
     def layout_positions(self, route: Route, length: int, offset: Offset | jax.Array) -> jax.Array:
         """The layout's positions, int32 ``[length]``, of the block held at ``offset``."""
-        return shard_positions(self.layout, length, route.size, route.source(offset))
+        return self.layout.shard_positions(length, route.size, route.source(offset))
 
     def positions_here(self, length: int) -> jax.Array:
         """Positions int32 ``[length]`` of this device's tokens, before the Ulysses all-to-all.
@@ -134,7 +129,7 @@ class Request:
         """
         shard = lax.axis_index(self.ring_axes) if self.ring_axes else 0
         size = self.ulysses_size
-        positions = shard_positions(self.layout, length * size, self.ring_size, shard)
+        positions = self.layout.shard_positions(length * size, self.ring_size, shard)
         if self.ulysses_axis is None:
             return positions
         first = lax.axis_index(self.ulysses_axis) * length

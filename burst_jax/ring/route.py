@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.permutation import Layout, shard_runs, stripe_size
+from burst_jax.layouts.layout import Layout
 from burst_jax.ring.block_mask import ONE_BLOCK, AttentionChunks, Blocks, cut_runs
 from pallas_kernels.mask import Mask
 
@@ -213,23 +213,16 @@ class RingMask:
 class AllowedScores:
     """How many scores a ring's mask allows on each device at each ring step.
 
-    A shard consists of runs of equally spaced tokens
-    (:func:`burst_jax.layouts.permutation.shard_runs`), split at the edges of the blocks of a
-    block-sparse mask. Scores are counted for pairs of runs whose blocks attend to each other, so
-    time and memory grow with the tokens, not with their square.
+    A shard consists of runs of equally spaced tokens (``Layout.progressions``), split at the
+    edges of the blocks of a block-sparse mask. Scores are counted for pairs of runs whose blocks
+    attend to each other, so time and memory grow with the tokens, not with their square.
     """
 
     def __init__(self, ring: RingMask):
         n, lengths, blocks = ring.size, (ring.q_length, ring.kv_length), ring.blocks
         sizes = (None, None) if blocks is None else (blocks.q_block, blocks.kv_block)
-        # Striped tokens form runs along or across stripes; this selects fewer pairs of runs: of a
-        # block of b tokens a shard has b / (n stripe) runs along and at most ``stripe`` across.
-        of_blocks = (n * length for length in lengths)
-        of_blocks = (min(b or every, every) for b, every in zip(sizes, of_blocks, strict=True))
-        stripe = stripe_size(ring.layout) or 1
-        across = (n * stripe**2) ** 2 <= math.prod(of_blocks)
-        (q_start, self._stride, q_count), (kv_start, _, kv_count) = (
-            shard_runs(ring.layout, length, n, across_stripes=across) for length in lengths
+        (q_start, self._stride, q_count), (kv_start, _, kv_count) = ring.layout.progressions(
+            lengths, n, sizes
         )
         self._mask = ring.mask
         self._q = cut_runs(q_start + ring.query_offset, self._stride, q_count, sizes[0])

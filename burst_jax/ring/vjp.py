@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.jax_compat import instantiated, primal_values
-from burst_jax.ring.backward import backward
+from burst_jax.layouts.layout import AttentionPass
+from burst_jax.ring import backward, forward, gathered
 from burst_jax.ring.derivatives import kernel_inputs, loop_results, reverse_mode_only
-from burst_jax.ring.forward import forward
 from burst_jax.ring.local import local_implementation, with_block_runs
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation, ShardShape, choose_rotation
@@ -29,6 +30,27 @@ from pallas_kernels.score import sink_gradient
 # The names under which a remat policy can save a ring's results, so that no ring runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
 CHECKPOINT_NAMES = ("burst_out", "burst_lse")
+
+
+class _Pass(NamedTuple):
+    """How attention runs over the shards of a layout.
+
+    Attributes:
+      forward: as :func:`burst_jax.ring.forward.forward`.
+      backward: as :func:`burst_jax.ring.backward.backward`.
+      passes_segment_ids: whether kernels get the call's segment ids; else they need zeros in
+        padding, which they cannot find.
+    """
+
+    forward: Callable[..., Carry]
+    backward: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array], PerHead]]
+    passes_segment_ids: bool
+
+
+_PASSES: dict[AttentionPass, _Pass] = {
+    "ring": _Pass(forward.forward, backward.backward, passes_segment_ids=True),
+    "gathered": _Pass(gathered.forward, gathered.backward, passes_segment_ids=False),
+}
 
 
 def attend_shard(
@@ -100,7 +122,8 @@ def ring_inputs(
 def ring_forward(request: Request, target: Target, inputs: AttentionInputs) -> Carry:
     """The forward ring on :func:`ring_inputs`: out, and lse ``[B, N, T]``."""
     implementation = local_implementation(request, target, inputs)
-    results = forward(request, implementation, kernel_inputs(implementation, inputs))
+    run = _PASSES[request.layout.attention_pass].forward
+    results = run(request, implementation, kernel_inputs(implementation, inputs))
     return loop_results(implementation, results)
 
 
@@ -120,13 +143,10 @@ def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int
 def _kernels_zero_padding(
     request: Request, target: Target, inputs: AttentionInputs, *, backward: bool
 ) -> bool:
-    """Whether the kernels of a pass replace what arrays hold in padding by zeros.
-
-    Those of a balanced layout need not get segment ids, so their padding must hold zeros before.
-    """
+    """Whether the forward or backward kernels replace what arrays hold in padding by zeros."""
     if not inputs.has_segments:
         return True
-    if request.zone is not None:
+    if not _PASSES[request.layout.attention_pass].passes_segment_ids:
         return False
     implementation = local_implementation(request, target, inputs, backward=backward)
     return implementation.zeroes_padding(request.spec, inputs, backward=backward)
@@ -270,7 +290,8 @@ def ring_backward(
         query._replace(q=q, do=do, stats=jnp.stack([lse, delta])), kv._replace(k=k, v=v), shared
     )
     implementation = local_implementation(request, target, inputs, backward=True)
-    results = backward(
+    run = _PASSES[request.layout.attention_pass].backward
+    results = run(
         request, implementation, kernel_inputs(implementation, inputs), _rotation(request, inputs)
     )
     dq, dkv, gradients = loop_results(implementation, results)

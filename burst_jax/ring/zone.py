@@ -1,7 +1,7 @@
 """One device's part of a balanced layout: its shard, and the order of its tokens.
 
 In a balanced layout (:mod:`burst_jax.layouts.balanced`) most documents are whole on one shard. The
-pieces of the others are in the ring zone, the last z tokens of every shard.
+pieces of split documents are in the gathered zone, the last z tokens of every shard.
 
 On its own shard a query's keys are those of its document at or before it, in index order. A shard's
 tokens are sorted by document and position, so in any part of a shard a query's keys are one range
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.layouts.balanced_layout import Balanced
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, AttentionSpec
 from pallas_kernels.inputs import Side
@@ -109,9 +110,8 @@ class Shard:
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
-        assert request.zone is not None
         length, mask = inputs.q_length, request.spec.mask
-        self.outside = length - request.zone
+        self.outside = length - zone_of(request)
         query = inputs.query._replace(positions=indices(length))
         kv = inputs.kv._replace(positions=indices(length))
         self.spec = request.spec
@@ -138,6 +138,12 @@ class Shard:
         widths = [(0, 0)] * gradient.ndim
         widths[1] = self.outside, 0
         return gradient + jnp.pad(zone, widths)
+
+
+def zone_of(request: Request) -> int:
+    """Tokens of every shard in the gathered zone."""
+    assert isinstance(request.layout, Balanced)
+    return request.layout.known_zone
 
 
 def indices(length: int) -> Any:

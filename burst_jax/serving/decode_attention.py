@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.serving.cache import SlotMetadata
-from pallas_kernels.device import current_target
-from pallas_kernels.mosaic.sm80.decode import partial_attention, unsupported
-
-# The most splits that are merged term by term.
-_TERMS = 64
-
-
-class PartialAttention(NamedTuple):
-    """Partial results over splits of the keys, not yet normalized (split-K decoding).
-
-    Attributes:
-      out: float32 ``[splits, B, T, N, Hv]``, the sum of ``exp(logit - most) value``.
-      most: float32 ``[splits, B, T, N]``, the largest logit.
-      total: float32 ``[splits, B, T, N]``, the sum of ``exp(logit - most)``; 0 for a fully masked
-        split.
-    """
-
-    out: jax.Array
-    most: jax.Array
-    total: jax.Array
-
-    def merged(self) -> PartialAttention:
-        """One split instead of all."""
-        most = jnp.where(self.total == 0, -jnp.inf, self.most)
-        highest = _over_splits(jnp.maximum, most)
-        highest = jnp.where(jnp.isfinite(highest), highest, 0)
-        factor = jnp.exp(most - highest)
-        total = _over_splits(jnp.add, factor * self.total)
-        return PartialAttention(_over_splits(jnp.add, factor[..., None] * self.out), highest, total)
-
-    def gathered(self, axes: tuple[str, ...]) -> PartialAttention:
-        """One split per device, by one all-gather."""
-        if not axes:
-            return self
-        out, most, total = self if len(self.out) == 1 else self.merged()
-        packed = jnp.concatenate([out, jnp.stack([most, total], -1)], -1)
-        packed = lax.all_gather(packed, axes, tiled=True)
-        return PartialAttention(packed[..., :-2], packed[..., -2], packed[..., -1])
-
-    def attention(self, sink_logits: jax.Array | None) -> jax.Array:
-        """The normalized output, float32 ``[B, T, N, Hv]``; 0 for a fully masked query."""
-        merged = self if len(self.out) == 1 else self.merged()
-        out, most, total = (x[0] for x in merged)
-        if sink_logits is not None:
-            sinks = sink_logits.astype(jnp.float32)
-            highest = jnp.maximum(most, sinks)
-            factor = jnp.exp(most - highest)
-            out, total = factor[..., None] * out, factor * total + jnp.exp(sinks - highest)
-        return out / jnp.where(total == 0, 1, total)[..., None]
-
-
-def _over_splits(combine: Any, x: jax.Array) -> jax.Array:
-    """``[splits, ...]`` to ``[1, ...]``, term by term unless there are many splits.
-
-    XLA makes one kernel of the terms, and one of each reduction.
-    """
-    if len(x) > _TERMS:
-        return combine.reduce(x, 0, keepdims=True)
-    return functools.reduce(combine, jnp.split(x, len(x)))
+from pallas_kernels.decode import PartialAttention, partial_attention
 
 
 def decode_attention(
@@ -96,8 +37,7 @@ def decode_attention(
     the sum of weights. A device sends these ``N (Hv + 2)`` float32 values per query, for any number
     of keys (Tree Attention, arXiv 2408.04093; Helix, arXiv 2507.07120).
 
-    On Ampere and newer GPUs a Pallas kernel splits the keys over the SMs; elsewhere, for float32
-    and head dims that it does not support, and with the implementation "xla", it is two matmuls.
+    The local pass is :func:`pallas_kernels.decode.partial_attention`.
 
     Args:
       query: ``[B, T, N, H]``, replicated, the last of them at cache position ``last``; T is small.
@@ -121,54 +61,18 @@ def decode_attention(
         query, scale = (query * scale).astype(dtype), 1.0
     elif scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    scores: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "window": window}
-    if (
-        getattr(implementation, "name", implementation) in ("xla", "reference")
-        or unsupported(query, keys, values, *current_target()) is not None
-    ):
-        partial = attend_by_matmuls(query, keys, values, slots, last, **scores)
-    else:
-        slot_arrays = slots.cache_positions, slots.present
-
-        def merge(*parts: jax.Array) -> PartialAttention:
-            return PartialAttention(*parts).merged()
-
-        found = partial_attention(
-            query, keys, values, *slot_arrays, last, used, merge=merge, **scores
-        )
-        partial = PartialAttention(*found)
-    return partial.gathered(axes).attention(sink_logits).astype(dtype)
+    partial = partial_attention(
+        query, keys, values, slots.cache_positions, slots.present, last, used, scale=scale,
+        logits_soft_cap=logits_soft_cap, window=window, implementation=implementation,
+    )  # fmt: skip
+    return _gathered(partial, axes).attention(sink_logits).astype(dtype)
 
 
-def attend_by_matmuls(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    slots: SlotMetadata,
-    last: jax.Array,
-    *,
-    scale: float,
-    logits_soft_cap: float | None = None,
-    window: int | None = None,
-) -> PartialAttention:
-    """One split of all keys of this device, by two matmuls; see :func:`decode_attention`."""
-    batch, length, heads, dim = query.shape
-    kv_heads = keys.shape[2]
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("btkgh,bckh->btkgc", grouped, keys, preferred_element_type=jnp.float32)
-    logits *= scale
-    if logits_soft_cap is not None:
-        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    positions = (last - length + 1 + jnp.arange(length, dtype=jnp.int32))[:, None]
-    mask = slots.cache_positions <= positions
-    if window is not None:
-        mask &= slots.cache_positions > positions - window
-    mask = mask & (slots.present[:, None] > 0)
-    logits = jnp.where(mask[:, :, None, None], logits, -jnp.inf)
-    most = logits.max(-1)
-    most = jnp.where(jnp.isfinite(most), most, 0)
-    weights = jnp.exp(logits - most[..., None])
-    factors = weights.astype(values.dtype), values
-    out = jnp.einsum("btkgc,bckh->btkgh", *factors, preferred_element_type=jnp.float32)
-    shape, total = (1, batch, length, heads), weights.sum(-1)
-    return PartialAttention(out.reshape(*shape, -1), most.reshape(shape), total.reshape(shape))
+def _gathered(partial: PartialAttention, axes: tuple[str, ...]) -> PartialAttention:
+    """One split per device, by one all-gather."""
+    if not axes:
+        return partial
+    out, most, total = partial if len(partial.out) == 1 else partial.merged()
+    packed = jnp.concatenate([out, jnp.stack([most, total], -1)], -1)
+    packed = lax.all_gather(packed, axes, tiled=True)
+    return PartialAttention(packed[..., :-2], packed[..., -2], packed[..., -1])

@@ -22,8 +22,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.layers.norm import RMSNorm, mean_square
-from burst_jax.models.decoder_layer import DecoderLayer
 
 NAMES = ("query", "key", "value")
 
@@ -47,27 +47,27 @@ def _fuse(mesh: Mesh, spec: P) -> Any:
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3))
 
 
-def use_fused_qkv(layer: DecoderLayer, query_heads: int, fuse_norms: bool = False) -> None:
-    """Replaces a layer's projections by views of the fused matrix, inside a ``shard_map``.
+def with_fused_qkv(
+    attention: BurstAttention, query_heads: int, fuse_norms: bool = False
+) -> BurstAttention:
+    """Attention whose projections are views of the fused matrix, inside a ``shard_map``.
 
     Args:
-      layer: its query kernel is the fused matrix.
+      attention: its query kernel is the fused matrix.
       query_heads: number of query heads of this device.
       fuse_norms: whether the mean squares of queries and keys are one reduction, for a step of few
         tokens: XLA launches a kernel for each, and more for what comes after.
     """
-    attention, first = layer.attention, 0
     whole = attention.query.kernel[...]
     kv_heads = (whole.shape[1] - query_heads) // 2
-    norms = {}
     # The norms come after the biases.
-    if fuse_norms and attention.query.bias is None and attention.key.bias is None:
-        norms = {"query": attention.query_norm, "key": attention.key_norm}
-        attention.query_norm = attention.key_norm = nnx.data(None)
-    for name, heads in zip(NAMES, (query_heads, kv_heads, kv_heads), strict=True):
-        linear = getattr(attention, name)
-        setattr(attention, name, _Heads(linear, whole, first, heads, norms.get(name)))
+    fuse_norms = fuse_norms and attention.query.bias is None and attention.key.bias is None
+    norms = (attention.query_norm, attention.key_norm, None) if fuse_norms else (None,) * 3
+    projections, first = {}, 0
+    for name, heads, norm in zip(NAMES, (query_heads, kv_heads, kv_heads), norms, strict=True):
+        projections[name] = _Heads(getattr(attention, name), whole, first, heads, norm)
         first += heads
+    return attention.with_projections(**projections, normalized=fuse_norms)
 
 
 class _Heads(nnx.Module):

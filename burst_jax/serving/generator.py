@@ -8,7 +8,6 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.errors import check_integer, check_seed
-from burst_jax.layouts.permutation import padded_length, positions
+from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.permutation import positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.trained_length import check_trained_length
 from burst_jax.parallel.mesh import axes_size
-from burst_jax.serving import saved_cache
 from burst_jax.serving.cache import (
     MAX_LENGTH,
     Cache,
@@ -111,7 +110,7 @@ class Generator:
                 f"batch is {batch}, and it is sharded over {shards} devices along "
                 f"{served.shardings.batch_axes}: use a multiple of {shards}"
             )
-        self._layout = dict(model.options).get("layout", "contiguous")
+        self._layout = parse_layout(dict(model.options).get("layout", "contiguous"))
         self._devices = axes_size(served.shardings.mesh, served.shardings.token_axes)
         # The Ulysses axis splits each shard of the layout.
         ulysses_axis = dict(model.options).get("ulysses_axis")
@@ -196,57 +195,11 @@ class Generator:
     @_locked
     def reset(self) -> None:
         """Clears the cache. A running generation cannot continue."""
-        self._clear()
-        self._cache = self._steps.allocate()
-
-    @_locked
-    def save_cache(self, folder: str | Path) -> None:
-        """Writes the cache to a folder, so that another process can continue from it.
-
-        orbax writes it under a temporary name; it is hashed, and renamed when it is complete. Then
-        an older cache in the folder is removed. With several processes, all must call this, and all
-        must have access to the folder.
-
-        Args:
-          folder: for this cache only; created if needed.
-
-        Raises:
-          ValueError: the cache is empty, ``folder`` is a file, or it contains other checkpoints,
-            which would be removed.
-          burst_jax.training.CheckpointError: it could not be written.
-        """
-        if self._cache is None or not self._filled.next_position:
-            raise ValueError(
-                "there is no cache to save: it is empty before the first token, and after a call "
-                "that failed; generate first"
-            )
-        state = saved_cache.CacheState(self._cache, self._filled, self._lengths)
-        saved_cache.save(folder, self._steps, state)
-
-    @_locked
-    def load_cache(self, folder: str | Path) -> None:
-        """Replaces the cache by one that :meth:`save_cache` has written.
-
-        ``generate(..., extend=True)`` continues from it. The model must be the one that made it,
-        with the same weights, dtype and batch size. The mesh, the layout, ``max_length`` and
-        ``prefill_chunk`` may differ. A running generation cannot continue.
-
-        Args:
-          folder: of the saved cache.
-
-        Raises:
-          FileNotFoundError: the folder has no cache.
-          ValueError: the cache is of another model or batch size, or too long for this generator;
-            the message names the difference, and this generator's cache is unchanged.
-          burst_jax.training.CheckpointError: it is damaged. The hash of every file is verified.
-        """
-        state = saved_cache.load(folder, self._steps, self.max_length, self._clear)
-        self._cache, self._filled, self._lengths = state
-
-    def _clear(self) -> None:
+        # The old cache's memory is free before a new one is allocated.
         self._owner, self._cache = None, None
         self._filled = FillState()
         self._lengths[:] = 0
+        self._cache = self._steps.allocate()
 
     def _generate(
         self,
@@ -379,7 +332,7 @@ class Generator:
 
     def _step(self, length: int) -> int:
         """The number of which a padded length is a multiple."""
-        unit = math.lcm(padded_length(self._layout, 1, self._shards), self._devices)
+        unit = math.lcm(self._layout.padded_length(1, self._shards), self._devices)
         return max(unit, 2 ** max(0, math.ceil(math.log2(length)) - 4) // unit * unit)
 
     @_locked

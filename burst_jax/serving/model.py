@@ -15,17 +15,19 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
 from burst_jax.models.decoder import Decoder
+from burst_jax.models.decoder_layer import DecoderLayer
 from burst_jax.models.shardings import embed
 from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
-from burst_jax.serving.fused_qkv import NAMES, fuse, use_fused_qkv
-from burst_jax.serving.one_row import use_one_row
+from burst_jax.serving.fused_qkv import NAMES, fuse, with_fused_qkv
+from burst_jax.serving.one_row import with_one_row_output
 from burst_jax.serving.sharded_weights import (
+    hidden_axes,
     hidden_padding,
     local_shard,
     serving_spec,
-    use_sharded_weights,
+    with_sharded_projections,
 )
 
 # Attention options that do not change what is computed; and the scale, which decoding supports.
@@ -217,22 +219,28 @@ class ServedModel:
                     # Not before this layer starts: two layers' weights are gathered at a time.
                     after, x = lax.optimization_barrier((layers[index + 1], x))
                     layers[index + 1] = self._gathered_layer(after, specs[index + 1])
-            layer = nnx.merge(self._layer, layers[index])
-            if not gather:
-                layer.mlp.is_decoding = True
-                experts = self.shardings.expert_axes
-                layer.mlp.same_tokens_axis = tuple(n for n in experts if n in token_axes)
-            if self.sharded and not gather:
-                use_sharded_weights(layer, self.shardings)
-            elif not gather and tokens.size == 1:
-                use_one_row(layer)
-            if self._fuses_qkv:
-                heads = config.num_heads // axes_size(self.shardings.mesh, axes)
-                use_fused_qkv(layer, heads, fuse_norms=not gather)
+            layer = self._served(layers[index], tokens.size, gather)
             fn = partial(attend, index)
             (x, _), key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
             stored.append(key_value)
         return nnx.merge(self._norm, weights["final_norm"])(x), stored
+
+    def _served(self, weights: Any, tokens: int, gather: bool) -> DecoderLayer:
+        """A layer of these weights, for a prompt or for a decoding step; see :meth:`hidden`."""
+        layer, shardings = nnx.merge(self._layer, weights), self.shardings
+        attention, mlp = layer.attention, layer.mlp
+        if not gather:
+            same = tuple(n for n in shardings.expert_axes if n in shardings.token_axes)
+            hidden = hidden_axes(shardings) if self.sharded else mlp.hidden_axis
+            mlp = mlp.decoding(hidden_axis=hidden, same_tokens_axis=same)
+        if self.sharded and not gather:
+            attention = with_sharded_projections(attention, shardings.token_axes)
+        elif not gather and tokens == 1:
+            attention = with_one_row_output(attention)
+        if self._fuses_qkv:
+            heads = self.config.num_heads // axes_size(shardings.mesh, shardings.tensor_axes)
+            attention = with_fused_qkv(attention, heads, fuse_norms=not gather)
+        return layer.with_blocks(attention, mlp)
 
     def _gathered(self, weights: Any, specs: Any) -> Any:
         """Weights all-gathered over the sequence axes."""

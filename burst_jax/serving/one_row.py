@@ -7,27 +7,26 @@ result is as large as the weights, and a sum: three times the bytes.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from burst_jax.models.decoder_layer import DecoderLayer
-from pallas_kernels.device import current_target
-from pallas_kernels.mosaic.sm80.few_rows import Slots, few_rows_product, supported
+from burst_jax.layers.nnx_layer import BurstAttention
+from pallas_kernels.grouped import few_rows_product, supports_few_rows
+from pallas_kernels.grouped_products import Slots
 
 # XLA keeps the products of larger matrices.
 _LARGE = 10_000_000
 
 
-def use_one_row(layer: DecoderLayer) -> None:
-    """Replaces a layer's output projection, if its kernel is better for one token."""
-    kernel = layer.attention.out.kernel[...]
+def with_one_row_output(attention: BurstAttention) -> BurstAttention:
+    """Attention with another output projection, if its kernel is better for one token."""
+    kernel = attention.out.kernel[...]
     matrix = kernel.reshape(1, -1, kernel.shape[-1])
-    if kernel.size < _LARGE and supported(current_target(), 1, matrix):
-        attention: Any = layer.attention
-        attention.out = _Outputs(attention.out)
+    if kernel.size < _LARGE and supports_few_rows(1, matrix):
+        return attention.with_projections(out=_Outputs(attention.out))
+    return attention
 
 
 class _Outputs(nnx.Module):

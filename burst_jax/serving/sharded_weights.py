@@ -31,7 +31,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.models.decoder_layer import DecoderLayer
+from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.models.weights import logical_axes
 from burst_jax.parallel.mesh import axes_size, restrict_spec
@@ -50,7 +50,7 @@ def serving_spec(path: tuple[Any, ...], spec: P, shardings: DecoderShardings, sh
     axes = logical_axes(path, shardings.config)
     entries: dict[str | None, Any] = {"mlp": shardings.tensor_axes}
     if shard:
-        entries["mlp"] = _hidden_axes(axes, shardings)
+        entries["mlp"] = hidden_axes(shardings, axes)
     if "expert" in axes:
         entries["expert"] = shardings.expert_axes
     elif not shard or "mlp" not in axes:
@@ -64,26 +64,33 @@ def hidden_padding(
 ) -> tuple[tuple[int, int], ...] | None:
     """The widths of ``jnp.pad`` that make hidden features a multiple of their devices; or None."""
     axes = logical_axes(path, shardings.config)
-    devices = axes_size(shardings.mesh, _hidden_axes(axes, shardings))
+    devices = axes_size(shardings.mesh, hidden_axes(shardings, axes))
     widths = tuple(
         (0, -size % devices if name == "mlp" else 0) for name, size in zip(axes, shape, strict=True)
     )
     return widths if any(after for _, after in widths) else None
 
 
-def _hidden_axes(axes: LogicalAxes, shardings: DecoderShardings) -> tuple[str, ...]:
-    """The mesh axes that shard hidden features of a weight, the tensor axes outermost."""
+def hidden_axes(shardings: DecoderShardings, axes: LogicalAxes = ()) -> tuple[str, ...]:
+    """The mesh axes that shard hidden features, the tensor axes outermost.
+
+    ``axes`` are the logical axes of a weight, whose experts other axes may shard.
+    """
     found = (*shardings.tensor_axes, *shardings.token_axes)
     return tuple(n for n in found if "expert" not in axes or n not in shardings.expert_axes)
 
 
-def use_sharded_weights(layer: DecoderLayer, shardings: DecoderShardings) -> None:
-    """Lets a layer compute with its device's shard of the weights, inside a ``shard_map``."""
-    attention, axes = layer.attention, shardings.token_axes
-    for name in ("query", "key", "value", "out"):
-        kind = _ShardedOutputs if name == "out" else _ShardedInputs
-        setattr(attention, name, kind(getattr(attention, name), axes))
-    layer.mlp.hidden_axis = _hidden_axes((), shardings)
+def with_sharded_projections(attention: BurstAttention, axes: tuple[str, ...]) -> BurstAttention:
+    """Attention that computes with its device's shard of the weights, inside a ``shard_map``.
+
+    ``axes`` are those of the tokens, which shard the features of the residual stream.
+    """
+    return attention.with_projections(
+        query=_ShardedInputs(attention.query, axes),
+        key=_ShardedInputs(attention.key, axes),
+        value=_ShardedInputs(attention.value, axes),
+        out=_ShardedOutputs(attention.out, axes),
+    )
 
 
 class _ShardedProjection(nnx.Module):

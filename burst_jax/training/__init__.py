@@ -1,4 +1,4 @@
-"""Training over sharded sequences: batches, loss, optimizer, step, checkpoints, run log."""
+"""Training over sharded sequences: batches, loss, optimizer, step, checkpoints."""
 
 from burst_jax.parallel.processes import Processes as Processes
 from burst_jax.parallel.processes import barrier as barrier
@@ -19,13 +19,8 @@ from burst_jax.training.evaluation import evaluation_memory as evaluation_memory
 from burst_jax.training.evaluation import make_eval_step as make_eval_step
 from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entropy
 from burst_jax.training.loss import next_token_loss as next_token_loss
-from burst_jax.training.monitoring import Profile as Profile
-from burst_jax.training.monitoring import StallGuard as StallGuard
-from burst_jax.training.monitoring import device_memory as device_memory
 from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
-from burst_jax.training.run_log import NonFinite as NonFinite
-from burst_jax.training.run_log import RunLog as RunLog
 from burst_jax.training.state import LowPrecisionWeights as LowPrecisionWeights
 from burst_jax.training.state import abstract_params as abstract_params
 from burst_jax.training.state import abstract_train_state as abstract_train_state
@@ -33,4 +28,3 @@ from burst_jax.training.state import init_train_state as init_train_state
 from burst_jax.training.state import split_trained as split_trained
 from burst_jax.training.step import TrainStep as TrainStep
 from burst_jax.training.step import make_train_step as make_train_step
-from burst_jax.training.work_log import WorkLog as WorkLog

@@ -10,15 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.validation import check_array, to_int32
 from burst_jax.errors import MAX_BATCH, check_integer
-from burst_jax.layouts.documents import place_documents
-from burst_jax.layouts.permutation import (
-    Layout,
-    check_layout,
-    check_zone,
-    pad_to_layout,
-    to_layout,
-    zone_size,
-)
+from burst_jax.layouts.balanced_layout import Balanced
+from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.layouts.permutation import pad_to_layout
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -66,7 +60,7 @@ _COMPARED: set[tuple[Mesh, bool]] = set()
 def make_batch(
     rows: np.ndarray,
     *,
-    layout: Layout = "contiguous",
+    layout: LayoutLike = "contiguous",
     num_shards: int = 1,
     segment_ids: np.ndarray | None = None,
     prefix_lengths: np.ndarray | None = None,
@@ -114,10 +108,10 @@ def make_batch(
     Raises:
       ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
         or exceed int32; another argument has a wrong shape or dtype; the layout is unknown, or its
-        ring zone is too small for the documents.
+        gathered zone is too small for the documents.
       NotImplementedError: ``prefix_lengths`` with a balanced layout.
     """
-    _check_batch_layout(layout, prefix_lengths)
+    layout = parse_layout(layout)
     rows, segment_ids = _check_sequences(rows, segment_ids)
     batch_size, length = rows.shape[0], rows.shape[1] - 1
     counts, segments = np.ones((batch_size, length), bool), None
@@ -138,12 +132,12 @@ def make_batch(
     arrays, padded_segments = pad_to_layout(
         arrays, layout, num_shards, segments, multiple_of=multiple_of
     )
-    if zone_size(layout) is not None:
-        return _balanced_batch(arrays, np.asarray(padded_segments), layout, num_shards)
     needed = segments is not None or padded_segments.shape[1] != length
     batch: Any = {**arrays, "segment_ids": np.asarray(padded_segments) if needed else None}
-    batch = to_layout(batch, layout, num_shards)
-    return batch if prefix_lengths is None else batch | {"prefix_lengths": prefix_lengths}
+    if prefix_lengths is not None:
+        batch["prefix_lengths"] = prefix_lengths
+    placed: Any = layout.place(batch, num_shards)
+    return placed
 
 
 def balanced_layout(
@@ -153,11 +147,11 @@ def balanced_layout(
     segment_ids: np.ndarray | None = None,
     multiple_of: int = 1,
     process_local: bool = False,
-) -> Layout:
+) -> str:
     """The balanced layout for a batch of packed documents: ``"balanced:z"``.
 
     Short documents are whole on one device, long ones are split over all, so that all devices have
-    the same work. z is the number of tokens per shard that the ring sends, the largest that a
+    the same work. z is the number of tokens per shard that devices gather, the largest that a
     sequence of the batch needs: one of at most six (:func:`burst_jax.layouts.zone_sizes`). Each is
     another layout of the model, so another program to compile.
 
@@ -186,26 +180,12 @@ def balanced_layout(
     rows, segment_ids = _check_sequences(rows, segment_ids)
     if segment_ids is None:
         segment_ids = np.ones(rows.shape, np.int32)
+    layout = Balanced()
     _, segments = pad_to_layout(
-        rows[:, :-1], "balanced:0", num_shards, segment_ids[:, :-1], multiple_of=multiple_of
+        rows[:, :-1], layout, num_shards, segment_ids[:, :-1], multiple_of=multiple_of
     )
-    _, placed = place_documents(np.asarray(segments), num_shards)
-    zone = max((one.zone for one in placed), default=0)
-    return f"balanced:{max(gather_json(zone)) if process_local else zone}"
-
-
-def _check_batch_layout(layout: Any, prefix_lengths: Any) -> None:
-    """Raises unless :func:`make_batch` supports the layout."""
-    if isinstance(layout, str) and layout == "balanced":
-        raise ValueError(
-            "layout is 'balanced', without the size of its ring zone: pass the result of "
-            "burst_jax.training.balanced_layout(rows, num_shards=n, segment_ids=segment_ids)"
-        )
-    check_layout(layout)
-    if zone_size(layout) is not None and prefix_lengths is not None:
-        raise NotImplementedError(
-            f"prefix_lengths are given with layout {layout!r}: use the zigzag layout with them"
-        )
+    zone = layout.fitted(np.asarray(segments), num_shards).known_zone
+    return Balanced(max(gather_json(zone)) if process_local else zone).name
 
 
 def _check_sequences(rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarray | None]:
@@ -229,26 +209,6 @@ def _check_sequences(rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarra
             f"segment_ids has shape {segment_ids.shape}, rows {rows.shape}: they must be equal"
         )
     return rows, to_int32("segment_ids", segment_ids, "id")
-
-
-def _balanced_batch(
-    arrays: dict[str, np.ndarray], segment_ids: np.ndarray, layout: str, num_shards: int
-) -> Any:
-    """A batch in a balanced layout from arrays ``[B, T]`` in natural order."""
-    check_zone(layout, segment_ids.shape[1] // num_shards)
-    try:
-        order, placed = place_documents(segment_ids, num_shards, zone_size(layout))
-    except ValueError as error:
-        raise ValueError(
-            f"layout is {layout!r}, of other documents than these: {error}, or better what "
-            "burst_jax.training.balanced_layout returns for the whole batch"
-        ) from error
-    index, is_padding = np.maximum(order, 0), order < 0
-    batch: Any = {name: np.take_along_axis(x, index, 1) for name, x in arrays.items()}
-    for x in batch.values():
-        x[is_padding] = 0
-    ids = np.array([one.segment_ids for one in placed], np.int32)
-    return batch | {"segment_ids": ids.reshape(segment_ids.shape)}
 
 
 def _target_weights(weights: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -7,6 +7,9 @@ restored as a weight (``tests/training/test_checkpoints.py`` shows it). So each 
 files it wrote, and ``record.json``, written last, lists all files with their sizes and hashes.
 
 A folder is one of these checkpoints by its content, never by its name: see :func:`is_checkpoint`.
+That is why orbax's ``CheckpointManager`` does not keep the steps: it takes any folder with a number
+as its name for its own, counts it, prunes it, and removes temporary folders of other programs that
+have the name of its next step.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ RECORD = "record.json"
 # orbax writes it first and again after the record, then with the name of the handler. Nothing in it
 # is restored.
 _METADATA = "_CHECKPOINT_METADATA"
-# orbax adds it after the record.
-_COMMITTED = "commit_success.txt"
 _READERS = 8
 # Names the checkpoint being written, while it is.
 _WRITING = ".checkpoints.writing"
+# Holds the checkpoint being removed, while it is.
+_REMOVED = ".checkpoints.removed"
 # Arrays in a message.
 _LISTED = 100
 # Bytes of a record, which has a line for each file, or of orbax's metadata, which is read.
@@ -116,7 +119,7 @@ def _sizes(entries: Any) -> dict[str, tuple[int, str]]:
     found = {}
     for name, entry in _items("files", entries):
         path = PurePosixPath(name)
-        # A record may come from anybody, and files are read and removed by their names in it.
+        # A record may come from anybody, and files are read by their names in it.
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
             raise Damage(f"{RECORD}: files has {short_name(name)}, no path within the checkpoint")
         match entry:
@@ -176,30 +179,20 @@ def has_record(folder: Path) -> bool:
 
 
 def remove(step_folder: Path) -> None:
-    """Removes a checkpoint: the files in its record. A file of the user's in it stays.
+    """Removes a checkpoint, with all that is in its folder.
 
-    If it is interrupted, the record is still there, and the removal can be repeated.
+    It is moved first, so that no part of it is left under a step's name if this is interrupted; the
+    next call removes the rest. Of a link only the link is removed.
 
     Raises:
-      Damage: the record cannot be read, or it is a link to elsewhere. Nothing is removed.
-      OSError: a file cannot be removed.
+      OSError: it cannot be moved, or a file cannot be removed.
     """
-    if step_folder.is_symlink():
-        raise Damage(f"{step_folder.name}: is a link")
-    own = {*read_record(step_folder).files, _METADATA, _COMMITTED}
-    folders = []
-    for path, _, names in os.walk(step_folder):
-        folders.append(Path(path))
-        for name in names:
-            file = Path(path, name)
-            if file.relative_to(step_folder).as_posix() in own:
-                file.unlink()
-    for each in reversed(folders[1:]):
-        if not any(each.iterdir()):
-            each.rmdir()
-    (step_folder / RECORD).unlink()
-    if not any(step_folder.iterdir()):
-        step_folder.rmdir()
+    removed = step_folder.parent / _REMOVED
+    if removed.exists():
+        shutil.rmtree(removed)
+    removed.mkdir()
+    step_folder.rename(removed / step_folder.name)
+    shutil.rmtree(removed)
 
 
 def begin(folder: Path, step: int) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import errno
 import functools
 import itertools
 import json
+import os
 import re
+import socket
 import sys
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,24 +19,23 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from filelock import FileLock, Timeout
 
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_integer, printable
 from burst_jax.parallel.processes import (
     another_may_be_gone,
-    barrier,
     by_first_process,
     gather_json,
 )
 from burst_jax.training import checkpoint_files as files
-from burst_jax.training.lock import FileLock
 
 # How many of the newest checkpoints are tried when several are damaged.
 _TRIED = 64
 _SHARED = ".all-processes-see-this"
 _LOCK = ".checkpoints.lock"
 _STEP = re.compile("0|[1-9][0-9]*")
-# Texts in the errors of Python's threads and thread pools at interpreter shutdown.
-_SHUTDOWN = ("interpreter shutdown", "new futures after shutdown")
+# How a file system without locks answers.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _HOST_MEMORY = "pinned_host"
 
 
@@ -77,9 +78,8 @@ class Checkpoints:
     With several processes all of them call every method except :meth:`latest`, and the folder must
     be on a shared file system.
 
-    Use it as a context manager or call :meth:`close`. A program that ends without either still
-    waits for the checkpoint being written, but a failure is only printed to stderr. Python 3.12.0
-    to 3.12.2 start no threads at shutdown: there that checkpoint is lost, and stderr reports it.
+    Use it as a context manager or call :meth:`close`: a program that ends without either may lose
+    the checkpoint being written, as orbax reports on stderr.
 
     Args:
       folder: folder of the checkpoints, created by the first :meth:`save`.
@@ -118,9 +118,10 @@ class Checkpoints:
         """Reserves the folder, which is created, for this run's writes until :meth:`close`.
 
         :meth:`save` does so too. A run that calls it before :meth:`restore` finds out at its start
-        whether another one is still writing there. The lock is one on ``.checkpoints.lock``
-        (``fcntl``), which ends with the process, so a crash leaves nothing to clean up. On a file
-        system without such locks a line on stderr reports that there is none.
+        whether another one is still writing there. The lock is one of ``filelock`` on
+        ``.checkpoints.lock``, which ends with the process, so a crash leaves nothing to clean up:
+        the file stays, the lock does not. On a file system without locks a line on stderr reports
+        that there is none.
 
         Raises:
           ValueError: another run, or another Checkpoints of this process, has locked the folder.
@@ -129,9 +130,36 @@ class Checkpoints:
         by_first_process(self._take_lock)
 
     def _take_lock(self) -> None:
-        if self._lock is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.folder / _LOCK, str(self.folder))
+        if self._lock is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _LOCK
+        lock = FileLock(path, blocking=False, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            with path.open(errors="replace") as file:
+                owner = printable(file.read(300)) or "another process"
+            raise ValueError(
+                f"{self.folder} is being written by {owner}: close that one, wait until it ends or "
+                "stop it, or use another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(
+                f"{path} cannot be locked on this file system ({error.strerror}): two runs that "
+                f"write {self.folder} at the same time would not notice each other",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            owner = (
+                f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+            )
+            with contextlib.suppress(OSError):  # On a full disk only the message lacks the owner.
+                path.write_text(owner)
+        self._lock = lock
 
     def save(self, step: int, state: Any, extra: Any = None) -> None:
         """Starts to save ``state`` and ``extra`` as checkpoint ``step``, and returns.
@@ -157,12 +185,12 @@ class Checkpoints:
         arrays = _by_name(state)
         record = files.Record(_shapes(arrays), _json(extra))
         self.wait()
-        if self._writer is None:
-            try:
+        try:
+            if self._writer is None:
                 self._writer = self._make_writer()
-            except OSError as error:
-                raise self._failed(step, error) from error
-        self._set_refused_aside()
+            self._set_refused_aside()
+        except OSError as error:
+            raise self._failed(step, error) from error
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -185,8 +213,6 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         self._writing = step
-        _close_at_exit()
-        _UNFINISHED.add(self)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete, then removes those beyond ``keep``.
@@ -195,7 +221,6 @@ class Checkpoints:
           CheckpointError: it could not be written. Earlier checkpoints are intact.
         """
         step, self._writing = self._writing, None
-        _UNFINISHED.discard(self)
         if step is None or self._writer is None:
             return
         try:
@@ -212,7 +237,7 @@ class Checkpoints:
             intact = [step for step in steps if files.has_record(self.folder / str(step))]
             for old in intact[self._keep :]:
                 # A failed removal is retried after the next checkpoint.
-                with contextlib.suppress(OSError, files.Damage):
+                with contextlib.suppress(OSError):
                     files.remove(self.folder / str(old))
 
     def close(self) -> None:
@@ -350,12 +375,9 @@ class Checkpoints:
 
     def _check_shared(self) -> None:
         mark = self.folder / _SHARED
-        if jax.process_index() == 0:
-            mark.touch()
-        barrier("burst_jax shared folder")
+        by_first_process(mark.touch)
         missing = [index for index, seen in enumerate(gather_json(mark.exists())) if not seen]
-        if jax.process_index() == 0:
-            mark.unlink()
+        by_first_process(mark.unlink)
         if missing:
             raise ValueError(
                 f"{self.folder} is not the same folder on all processes: {missing} do not see what "
@@ -374,36 +396,10 @@ class Checkpoints:
         remedy = "Free disk space, or use another folder"
         if another_may_be_gone(error):
             remedy = "Another process of the run may be gone"
-        elif any(text in str(error) for text in _SHUTDOWN):
-            remedy = (
-                "The program ended before it was complete, and Python before 3.12.3 starts no "
-                "threads then: use `with Checkpoints(...)`, or call close()"
-            )
         return CheckpointError(
             f"checkpoint {step} could not be written to {self.folder}: {_reason(error)}; {last}. "
             f"{remedy}"
         )
-
-
-# Instances whose last checkpoint is still being written.
-_UNFINISHED: set[Checkpoints] = set()
-
-
-def close_unfinished() -> None:
-    """Closes all instances whose last checkpoint is still being written, and prints failures."""
-    for checkpoints in list(_UNFINISHED):
-        try:
-            checkpoints.close()
-        except CheckpointError as error:
-            # The program is ending, so there is nobody to raise to.
-            print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    # atexit callbacks run after thread pools have been shut down and joined. The standard library
-    # shuts its own pools down in this hook, which has no public name and runs in reverse order.
-    getattr(threading, "_register_atexit", atexit.register)(close_unfinished)
 
 
 def _reason(error: Exception) -> str:

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from burst_jax.command_line import Parser, check_output, folder, integer, use_cpu_devices
-from burst_jax.layouts.documents import place_documents
-from burst_jax.layouts.permutation import check_layout, padded_length
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.models import abstract_decoder, load
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option
 from burst_jax.parallel.rules import ShardingRules
@@ -27,19 +27,11 @@ from burst_jax.verify.report import Report
 from pallas_kernels import NAMES
 
 
-def _layout(text: str) -> str:
-    if text == "balanced":  # Its zone follows from the documents.
-        return text
+def _layout(text: str) -> Layout:
     try:
-        check_layout(text)
+        return parse_layout(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _of_any_zone(layout: str) -> str:
-    """The layout, with some zone if it is "balanced"."""
-    return "balanced:0" if layout == "balanced" else layout
 
 
 def _parser() -> Parser:
@@ -81,7 +73,7 @@ def _check(args: argparse.Namespace, mesh: Mesh) -> None:
             raise ValueError(f"--json: {error}") from error
     args.batch = batch_of_option(args.batch, mesh)
     seq = mesh.shape["seq"]
-    fit = padded_length(_of_any_zone(args.layout), args.seq_len, seq)
+    fit = args.layout.padded_length(args.seq_len, seq)
     if fit != args.seq_len:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the {args.layout} layout over {seq} devices does not "
@@ -105,16 +97,14 @@ def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
     options: dict[str, Any] = {"rules": rules, "implementation": args.implementation}
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     model = load(
-        args.model, mesh=mesh, layout=_of_any_zone(args.layout), dtype=dtype, ignore=args.ignore,
+        args.model, mesh=mesh, layout=args.layout, dtype=dtype, ignore=args.ignore,
         **options,
     )  # fmt: skip
     config, params = model.config, nnx.split(model)[1]
     batch = random_batch(args.batch, args.seq_len, config.vocab_size, args.seed)
-    layout = args.layout
-    if layout == "balanced":
-        ids = batch["segment_ids"]
-        assert ids is not None
-        layout = place_documents(ids, mesh.shape["seq"])[1][0].layout
+    ids = batch["segment_ids"]
+    assert ids is not None
+    layout = args.layout.fitted(ids, mesh.shape["seq"])
 
     def make_loss(mesh: Mesh, layout: str) -> Any:
         graphdef, _ = abstract_decoder(config, mesh=mesh, layout=layout, **options)

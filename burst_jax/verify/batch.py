@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from burst_jax.attention.order import layout_of
-from burst_jax.layouts.documents import place_documents
-from burst_jax.layouts.permutation import LAYOUTS, check_length, positions, shard_unit, zone_size
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import LAYOUTS, LayoutLike, layout_of, parse_layout
 from burst_jax.parallel.mesh import axes_size
 
 _POSITIONS = ("position", "pos_id")
@@ -54,7 +53,7 @@ class Sizes:
         return 0 if shape == (self.length,) and self.length != self.batch else None
 
 
-def sizes_of(batch: Any, num_shards: int, layout: str) -> Sizes:
+def sizes_of(batch: Any, num_shards: int, layout: Layout) -> Sizes:
     """B and T of a batch in natural order.
 
     Raises:
@@ -75,18 +74,18 @@ def sizes_of(batch: Any, num_shards: int, layout: str) -> Sizes:
         )
     length = collections.Counter(shape[1] for shape in shapes).most_common(1)[0][0]
     sizes = Sizes(max(shape[0] for shape in shapes if shape[1] == length), length)
-    if length % (num_shards * shard_unit(layout)) == 1:
+    if length % (num_shards * layout.unit) == 1:
         raise ValueError(
             f"batch has length {length}, one more than the {layout} layout over {num_shards} "
             "shards can split: shift first, inputs tokens[:, :-1] and targets tokens[:, 1:], or "
             "use burst_jax.training.make_batch(tokens)"
         )
-    check_length(layout, length, num_shards, "the length of batch")
+    layout.check_length(length, num_shards, "the length of batch")
     for name, x in named:
         if _is_named(name, _POSITIONS) and sizes.dimension(x.shape) is not None:
             for row in np.atleast_2d(np.asarray(x)):
                 found = layout_of(row)
-                if found is not None and found[0] != "contiguous":
+                if found is not None and not found[0].in_natural_order:
                     raise ValueError(
                         f"batch has {name} in the {found[0]} order over {found[1]} shards: pass "
                         "the batch in natural order, compare permutes it"
@@ -94,7 +93,7 @@ def sizes_of(batch: Any, num_shards: int, layout: str) -> Sizes:
     return sizes
 
 
-def of_loader(batch: Any, layout: str, num_shards: int) -> tuple[Any, Any]:
+def of_loader(batch: Any, layout: LayoutLike, num_shards: int) -> tuple[Any, Any]:
     """The batch in natural order, and what a loader returns for the layout; None without one.
 
     Raises:
@@ -114,30 +113,34 @@ def of_loader(batch: Any, layout: str, num_shards: int) -> tuple[Any, Any]:
     return natural, own
 
 
-def index_of(layout: str, sizes: Sizes, num_shards: int) -> np.ndarray:
-    """``[1, T]``: the index in natural order of the token at each place of a fixed layout."""
-    return positions(layout, sizes.length, num_shards)[None]
+def natural_index(sizes: Sizes) -> np.ndarray:
+    """``[1, T]``: the index of each token in natural order."""
+    return np.arange(sizes.length)[None]
 
 
-def balanced(
-    batch: Any, sizes: Sizes, layout: str, num_shards: int, names: set[str]
+def ordered(
+    batch: Any, sizes: Sizes, layout: Layout, num_shards: int, names: set[str]
 ) -> tuple[Any, np.ndarray]:
-    """The batch in natural order for a balanced layout, and the layout's index ``[B, T]``.
+    """The batch in natural order for a layout, and for each slot of the layout its token's index.
 
-    The layout gives documents new ids. Both programs get them, so that their values can be
-    compared. Slots that the layout would pad get the batch's own tokens of segment 0, so that it is
-    a permutation of all tokens; their position is 0, as in :func:`make_batch`.
+    The index is ``[1, T]``, or ``[B, T]`` if sequences differ in their order. Then the documents of
+    the batch determine it, and the layout gives them new ids. Both programs get them, so that their
+    values can be compared. Slots that the layout would pad get the batch's own tokens of segment 0,
+    so that it is a permutation of all tokens; their position is 0, as in :func:`make_batch`.
 
     Args:
       batch: in natural order.
       sizes: of the batch.
-      layout: "balanced:z".
+      layout: the layout.
       num_shards: number of shards.
       names: leaves that attention got as segment ids.
 
     Raises:
       ValueError: the batch has no segment ids, arrays ``[T]``, or documents for another zone.
     """
+    index = layout.positions(sizes.length, num_shards)
+    if index is not None:
+        return batch, index[None]
     for name, x in named_leaves(batch):
         if len(x.shape) == 1 and sizes.dimension(x.shape) == 0:
             raise ValueError(
@@ -152,17 +155,11 @@ def balanced(
             "to attention"
         )
     ids = found[1]
-    try:
-        order, placed = place_documents(ids, num_shards, zone_size(layout))
-    except ValueError as error:
-        raise ValueError(
-            f"layout is {layout!r}, of other documents than those of batch: {error}, or what "
-            "burst_jax.training.balanced_layout returns for them"
-        ) from error
+    order, new_ids = layout.order_of(ids, num_shards)
     renumbered = np.zeros(ids.shape, np.int32)
-    for row, new, source, one in zip(order, renumbered, ids, placed, strict=True):
+    for row, new, source, one in zip(order, renumbered, ids, new_ids, strict=True):
         full = row >= 0
-        new[row[full]] = one.segment_ids[full]
+        new[row[full]] = one[full]
         row[~full] = np.flatnonzero(source == 0)
 
     def with_new_ids(path: Any, x: Any) -> np.ndarray:
@@ -177,7 +174,7 @@ def balanced(
 
 
 def wrong_order(
-    own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: str, num_shards: int,
+    own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: Layout, num_shards: int,
     segment_names: set[str],
 ) -> list[str]:  # fmt: skip
     """A sentence about the arrays of a loader's batch that are not in the layout, if there are.
@@ -193,19 +190,19 @@ def wrong_order(
     """
     if own is None:
         return []
-    is_padding = None
-    if zone_size(layout) is not None and (found := segment_ids_of(wanted, sizes, segment_names)):
+    is_padding, index = None, layout.positions(sizes.length, num_shards)
+    if index is None and (found := segment_ids_of(wanted, sizes, segment_names)):
         is_padding = found[1] == 0  # A loader may put anything there.
     names = _unlike(own, wanted, is_padding)
     if not names:
         return []
     call = f"batch({layout!r}, {num_shards})"
-    fixed = [layout] if zone_size(layout) is None else []
-    for other in (*fixed, *(name for name in LAYOUTS if name != layout)):
-        for n in range(1, sizes.length // shard_unit(other) + 1):
-            if sizes.length % (n * shard_unit(other)) == 0 and not _unlike(
-                own, in_layout(natural, sizes, index_of(other, sizes, n))
-            ):
+    for other in dict.fromkeys((layout, *map(parse_layout, LAYOUTS))):
+        for n in range(1, sizes.length // other.unit + 1):
+            if sizes.length % (n * other.unit):
+                continue
+            index = other.positions(sizes.length, n)
+            if index is not None and not _unlike(own, in_layout(natural, sizes, index[None])):
                 order = "natural order" if n == 1 else f"the {other} layout over {n} shards"
                 return [
                     f"{call} returns arrays in {order}: pass layout={layout!r} and "

@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from burst_jax.attention.watch import Place, WatchedCall
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.verify.placement import CallAxes
 
@@ -34,12 +36,14 @@ def sequence_axes_of(call: WatchedCall) -> tuple[str, ...]:
     return flat_names(ring, _argument(call, "ulysses_axis"))
 
 
-def wrong_layouts(calls: Sequence[WatchedCall], layout: str, axes: tuple[str, ...]) -> list[str]:
+def wrong_layouts(calls: Sequence[WatchedCall], layout: Layout, axes: tuple[str, ...]) -> list[str]:
     """A sentence for each call whose layout is not the batch's."""
     found = []
     for call in calls:
         own = _argument(call, "layout")
-        if own is not None and own != layout and set(sequence_axes_of(call)) & set(axes):
+        if own is None or not set(sequence_axes_of(call)) & set(axes):
+            continue
+        if parse_layout(own) != layout:
             found.append(
                 f"{where(call, calls)} has layout={own!r}, but its tokens are in the {layout} "
                 f"layout: pass layout={layout!r} there"

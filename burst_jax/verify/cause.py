@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from burst_jax.attention.watch import Place, WatchedCall
 from burst_jax.jax_compat import source_lines
-from burst_jax.layouts.permutation import zone_size
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.verify.calls import options_that_differ, sequence_axes_of, where
 from burst_jax.verify.lockstep import Origin
 from burst_jax.verify.program import Step, equations
@@ -53,7 +54,7 @@ class Sentences:
     def __init__(
         self,
         mesh: Mesh,
-        layout: str,
+        layout: Layout,
         calls: Sequence[WatchedCall],
         one: Sequence[WatchedCall],
     ) -> None:
@@ -62,7 +63,7 @@ class Sentences:
         self.restore = "restore natural order for it (from_layout)"
         self.positions = "the batch's positions (burst_jax.positions)"
         self.before = "before to_layout"
-        if zone_size(layout) is not None:
+        if not layout.is_fixed:
             self.restore = "use zigzag, and restore natural order for it (from_layout)"
             self.positions = "the batch's positions"
             self.before = "before documents are placed"
@@ -182,7 +183,7 @@ class Sentences:
                 f"but they are in the {self.layout} layout: pass the seq_axis of the batch"
             )
         own = getattr(call.arguments, "layout", None)
-        if own is not None and own != self.layout:
+        if own is not None and parse_layout(own) != self.layout:
             return (
                 f"{name} has layout={own!r}, but its tokens are in the {self.layout} layout: pass "
                 f"layout={self.layout!r} there"
@@ -213,7 +214,7 @@ class Sentences:
             )
         for call in calls:
             own = getattr(call.arguments, "layout", self.layout)
-            if own != self.layout:
+            if parse_layout(own) != self.layout:
                 return (
                     f"{start}: {where(call, self.calls)} has layout={own!r}, but its tokens are in "
                     f"the {self.layout} layout"

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.watch import Place, WatchedCall, watched
-from burst_jax.layouts.permutation import Layout, check_layout, zone_size
+from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -38,7 +38,7 @@ from burst_jax.verify.report import Cost, Difference, Report
 
 # (mesh, layout) -> loss(params, batch), a scalar.
 Loss = Callable[[Any, Any], jax.Array]
-MakeLoss = Callable[[Mesh, Layout], Loss]
+MakeLoss = Callable[[Mesh, Any], Loss]
 
 
 def compare(
@@ -47,7 +47,7 @@ def compare(
     batch: Any,
     *,
     mesh: Mesh,
-    layout: Layout = "contiguous",
+    layout: LayoutLike = "contiguous",
     seq_axis: AxisNames = "seq",
     batch_axis: AxisNames = None,
     gradients: bool = True,
@@ -153,37 +153,34 @@ class _Comparison:
         params: Any,
         batch: Any,
         mesh: Mesh,
-        layout: Layout,
+        layout: LayoutLike,
         seq_axis: AxisNames,
         batch_axis: AxisNames,
         gradients: bool,
     ) -> None:
         self.with_gradients = gradients
-        _check_arguments(make_loss, params, mesh, layout, seq_axis, batch_axis)
+        spelled, layout = layout, parse_layout(layout)
+        _check_arguments(make_loss, params, mesh, spelled, seq_axis, batch_axis)
         self.layout, self.ring, self.mesh = layout, flat_names(seq_axis), mesh
         self.shards = axes_size(mesh, seq_axis)
-        batch, own = batches.of_loader(batch, layout, self.shards)
+        batch, own = batches.of_loader(batch, spelled, self.shards)
         self.sizes: Sizes = batches.sizes_of(batch, self.shards, layout)
         self.batch = jax.tree.map(np.asarray, batch)
         self.cost = Cost({}, {})
         alone = one_device(mesh)
-        natural = batches.index_of("contiguous", self.sizes, 1)
+        natural = batches.natural_index(self.sizes)
         self.one = self._side("one device", make_loss, alone, "contiguous", params, (), natural)
         self.segment_names = names = self._segment_names(self.one)
         original = self.batch
-        if zone_size(layout) is None:
-            self.index = batches.index_of(layout, self.sizes, self.shards)
-        else:
-            self.batch, self.index = batches.balanced(
-                self.batch, self.sizes, layout, self.shards, names
-            )
+        self.batch, self.index = batches.ordered(self.batch, self.sizes, layout, self.shards, names)
+        if self.batch is not original:
             self.one.batch = batches.place(self.batch, self.sizes, alone, (), self.ring)
         # What is wrong with it is reported, and the losses get the batch in the layout.
         self.wrong_order = batches.wrong_order(
             own, batches.in_layout(self.batch, self.sizes, self.index), original, self.sizes,
             layout, self.shards, names,
         )  # fmt: skip
-        self.there = self._side("mesh", make_loss, mesh, layout, params, batch_axis, self.index)
+        self.there = self._side("mesh", make_loss, mesh, spelled, params, batch_axis, self.index)
         self.names = [path_name(path) for path, x in _leaves(self.one.params) if _is_float(x)]
         if not self.names:
             raise ValueError("params has no floating array: there is no gradient to compare")
@@ -193,7 +190,7 @@ class _Comparison:
         name: str,
         make_loss: MakeLoss,
         mesh: Mesh,
-        layout: Layout,
+        layout: LayoutLike,
         params: Any,
         batch_axis: AxisNames,
         index: np.ndarray,
@@ -283,7 +280,7 @@ class _Comparison:
         sizes = [(name, size) for name, size in self.mesh.shape.items() if size > 1]
         shape = ",".join(f"{name}={size}" for name, size in sizes) or "one device"
         return Report(
-            shape, self.layout, dtype, wide, no_reference, losses, loss, gradients, segments,
+            shape, self.layout.name, dtype, wide, no_reference, losses, loss, gradients, segments,
             tuple(replicated), tuple(dict.fromkeys(problems)), self.cost,
         )  # fmt: skip
 
@@ -419,7 +416,6 @@ def _check_arguments(
     if jax.process_count() > 1:
         raise NotImplementedError("compare runs in one process: use a mesh of its own devices")
     check_has_devices(mesh)
-    check_layout(layout)
     check_axes(mesh, {"seq_axis": seq_axis, "batch_axis": batch_axis})
     if not callable(make_loss):
         raise ValueError(

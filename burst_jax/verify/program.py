@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from burst_jax.attention.watch import Place, is_library
+from burst_jax.attention.watch import Place, is_attention_program, is_library
 from burst_jax.jax_compat import (
     bind_equation,
     function_file,
@@ -22,8 +22,6 @@ from burst_jax.jax_compat import (
 )
 
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
-# Names of attention's jitted functions.
-ATTENTION = ("_on_mesh", "_on_device")
 # The parameters of calls that hold the called program.
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 _CALLS = (
@@ -79,7 +77,7 @@ class Step:
     @property
     def is_attention(self) -> bool:
         """Whether it is a call of this library's attention."""
-        return self.name in ATTENTION and self.file.startswith(_PACKAGE)
+        return is_attention_program(self.name, self.file)
 
 
 @dataclasses.dataclass
@@ -225,9 +223,18 @@ def _place(equation: Any, caller: Place | None) -> tuple[Place | None, str]:
 def _has_unit(jaxpr: Any) -> bool:
     """Whether attention or a ``shard_map`` is anywhere in a program."""
     return any(
-        equation.primitive.name == "shard_map" or equation.params.get("name") in ATTENTION
+        equation.primitive.name == "shard_map" or _calls_attention(equation)
         for equation in equations(jaxpr)
     )
+
+
+def _calls_attention(equation: Any) -> bool:
+    """Whether an equation calls this library's attention."""
+    body = _body(equation)
+    if body is None or "name" not in equation.params:
+        return False
+    file = function_file(getattr(body, "jaxpr", body))
+    return is_attention_program(equation.params["name"], file)
 
 
 def calls_of_attention(closed: ClosedJaxpr) -> list[tuple[Any, Place | None]]:
@@ -235,8 +242,7 @@ def calls_of_attention(closed: ClosedJaxpr) -> list[tuple[Any, Place | None]]:
     return [
         (equation, _place(equation, None)[0])
         for equation in equations(closed.jaxpr)
-        if equation.params.get("name") in ATTENTION
-        and function_file(equation.params["jaxpr"].jaxpr).startswith(_PACKAGE)
+        if _calls_attention(equation)
     ]
 
 

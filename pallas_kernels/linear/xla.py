@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import pad_axis
+from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, LEAST_LOG_DECAY, Tokens
 
 
@@ -30,7 +31,7 @@ class _Chunks(NamedTuple):
       k: the same.
       v: ``[64, Hv]``.
       x: X beta, ``[64, 64]``.
-      p: scale D Q K^T, the same shape.
+      p: D Q K^T, the same shape.
       into: ``[64]``, the decay from the chunk's start; 0 where a document begins in between.
       out: ``[64]``, the decay to the chunk's end, the same.
     """
@@ -44,6 +45,19 @@ class _Chunks(NamedTuple):
     out: Any
 
 
+class _Prepared(NamedTuple):
+    """What the passes share.
+
+    Attributes:
+      chunks: of the inputs.
+      pull: from the chunks' gradients to those of q, k, v, log_decay and beta; None in the forward
+        pass.
+    """
+
+    chunks: _Chunks
+    pull: Any = None
+
+
 def gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -54,38 +68,144 @@ def gated_delta_rule(
     scale: float,
     tokens: Tokens | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output ``[B, T, N, Hv]`` and the state after the last token.
+    """The output ``[B, T, N, Hv]`` and the state after the last token, of :class:`Inputs`.
 
     Args:
       q: ``[B, T, K, H]``.
-      k: the same; rows have norm 1.
-      v: ``[B, T, N, Hv]``; N is a multiple of K.
-      log_decay: ``[B, T, N]``, at most 0.
+      k: the same.
+      v: ``[B, T, N, Hv]``.
+      log_decay: ``[B, T, N]``.
       beta: ``[B, T, N]``.
       start: state before the first token, ``[B, N, H, Hv]``.
       scale: of q k.
       tokens: documents and padding; None without them.
     """
-    chunks = _chunks(q, k, v, log_decay, beta, scale, tokens)
-    wide = _wide(v.dtype)
-    product = functools.partial(_product, dtype=v.dtype)
+    inputs = Inputs(q, k, v, log_decay, beta, tokens)
+    return _forward(inputs, _prepare(inputs), start, scale)
 
-    @jax.checkpoint
-    def step(state, chunk):
-        read = product("bnrk,bnkv->bnrv", chunk.k, state)
-        u = product("bnri,bniv->bnrv", chunk.x, chunk.v - chunk.into[..., None] * read)
-        o = product("bnrk,bnkv->bnrv", chunk.q, state) * (scale * chunk.into[..., None])
-        o = o + product("bnri,bniv->bnrv", chunk.p, u)
-        state = chunk.into[..., -1, None, None] * state
-        state = state + product("bnrk,bnrv->bnkv", chunk.k * chunk.out[..., None], u)
-        return state, o
 
-    last, o = lax.scan(step, start.astype(wide), chunks)
+def _prepare(inputs: Inputs) -> _Prepared:
+    return _Prepared(_chunks(*inputs))
+
+
+def _restore(inputs: Inputs, kept: None) -> _Prepared:
+    """The chunks would be many times the inputs' memory, so that they are computed again."""
+    del kept
+    return _Prepared(*jax.vjp(lambda *arrays: _chunks(*arrays, inputs.tokens), *inputs[:5]))
+
+
+def _forward(
+    inputs: Inputs, prepared: _Prepared, start: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    v, tokens = inputs.v, inputs.tokens
+    o, last = _scan(prepared.chunks, start, scale, v.dtype)
     o = jnp.moveaxis(o, (0, 3), (1, 2))  # [B, chunks, 64, N, Hv]
     o = o.reshape(v.shape[0], -1, *v.shape[2:])[:, : v.shape[1]].astype(v.dtype)
     if tokens is not None:
         o = jnp.where(tokens.valid[..., None, None], o, 0)
     return o, last
+
+
+def _scan(
+    chunks: _Chunks, start: jax.Array, scale: float, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The output ``[chunks, B, N, 64, Hv]`` and the last state."""
+    product = functools.partial(_product, dtype=dtype)
+
+    @jax.checkpoint
+    def step(state, chunk):
+        state, u = _next_state(chunk, state, product)
+        return state[1], _read(chunk, state[0], u, scale, product)
+
+    last, o = lax.scan(step, start.astype(_wide(dtype)), chunks)
+    return o, last
+
+
+def _next_state(chunk: _Chunks, state: jax.Array, product: Any) -> Any:
+    """The states before and after a chunk, and U."""
+    read = product("bnrk,bnkv->bnrv", chunk.k, state)
+    u = product("bnri,bniv->bnrv", chunk.x, chunk.v - chunk.into[..., None] * read)
+    after = chunk.into[..., -1, None, None] * state
+    after = after + product("bnrk,bnrv->bnkv", chunk.k * chunk.out[..., None], u)
+    return (state, after), u
+
+
+def _read(chunk: _Chunks, state: jax.Array, u: jax.Array, scale: float, product: Any) -> jax.Array:
+    o = product("bnrk,bnkv->bnrv", chunk.q, state) * chunk.into[..., None]
+    return scale * (o + product("bnri,bniv->bnrv", chunk.p, u))
+
+
+def _affine(inputs: Inputs, prepared: _Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """M's columns are states that start as the identity, of tokens without values."""
+    dtype, (*_, keys, values) = inputs.v.dtype, start.shape
+    product = functools.partial(_product, dtype=dtype)
+    identity = jnp.broadcast_to(jnp.eye(keys, dtype=_wide(dtype)), (*start.shape[:2], keys, keys))
+
+    def step(state, chunk):
+        chunk = chunk._replace(v=pad_axis(chunk.v, -1, values + keys))
+        return _next_state(chunk, state, product)[0][1], None
+
+    both = jnp.concatenate([start.astype(_wide(dtype)), identity], axis=-1)
+    last, _ = lax.scan(step, both, prepared.chunks)
+    return last[..., values:], last[..., :values]
+
+
+def _first_gradient(
+    inputs: Inputs, prepared: _Prepared, do: jax.Array, last: jax.Array, scale: float
+) -> jax.Array:
+    """The transpose of the scan, from the last chunk to the first."""
+    product = functools.partial(_product, dtype=inputs.v.dtype)
+
+    def step(state, given):
+        chunk, do = given
+        du = scale * product("bnri,bnrv->bniv", chunk.p, do)
+        du = du + product("bnrk,bnkv->bnrv", chunk.k * chunk.out[..., None], state)
+        dr = product("bnri,bnrv->bniv", chunk.x, du) * chunk.into[..., None]
+        state = chunk.into[..., -1, None, None] * state
+        state = state + product("bnrk,bnrv->bnkv", chunk.q, do * (scale * chunk.into[..., None]))
+        return state - product("bnrk,bnrv->bnkv", chunk.k, dr), None
+
+    wide = _wide(inputs.v.dtype)
+    given = prepared.chunks, _cut(do.astype(wide))
+    return lax.scan(step, last.astype(wide), given, reverse=True)[0]
+
+
+def _backward(
+    inputs: Inputs,
+    prepared: _Prepared,
+    start: jax.Array,
+    do: jax.Array,
+    last: jax.Array,
+    scale: float,
+) -> Gradients:
+    dtype, wide = inputs.v.dtype, _wide(inputs.v.dtype)
+
+    def run(chunks, start):
+        return _scan(chunks, start, scale, dtype)
+
+    _, vjp = jax.vjp(run, prepared.chunks, start.astype(wide))
+    chunks, first = vjp((_cut(do.astype(wide)), last.astype(wide)))
+    q, k, v, log_decay, beta = prepared.pull(chunks)
+    return Gradients(q, k, v, log_decay.astype(wide), beta.astype(wide), first)
+
+
+XLA = Implementation(
+    name="xla",
+    prepare=_prepare,
+    forward=_forward,
+    affine=_affine,
+    keep=lambda prepared: None,
+    restore=_restore,
+    first_gradient=_first_gradient,
+    backward=_backward,
+)
+
+
+def _cut(x: jax.Array) -> jax.Array:
+    """``[chunks, B, N, 64, ...]`` of ``[B, T, N, ...]``, padded with zeros."""
+    x = pad_axis(x, 1, -(-x.shape[1] // CHUNK) * CHUNK)
+    x = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
 def _wide(dtype: Any) -> Any:
@@ -111,18 +231,9 @@ def _chunks(
     v: jax.Array,
     log_decay: jax.Array,
     beta: jax.Array,
-    scale: float,
     tokens: Tokens | None,
 ) -> _Chunks:
     wide = _wide(v.dtype)
-    length = -(-v.shape[1] // CHUNK) * CHUNK
-
-    def cut(x: jax.Array) -> jax.Array:
-        """``[chunks, B, N, 64, ...]`` of ``[B, T, N, ...]``."""
-        x = pad_axis(x, 1, length)
-        x = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
-        return jnp.moveaxis(x, (1, 3), (0, 2))
-
     groups = v.shape[2] // k.shape[2]
     # The forward pass is the same for less than the least log decay; so is the gradient.
     log_decay = jnp.maximum(log_decay.astype(wide), LEAST_LOG_DECAY)
@@ -135,10 +246,10 @@ def _chunks(
         valid = tokens.valid[..., None]
         q, k, v = (jnp.where(valid[..., None], x, 0) for x in (q, k, v))
         log_decay, beta = jnp.where(valid, log_decay, 0), jnp.where(valid, beta, 0)
-        document = jnp.cumsum(cut(tokens.begins[..., None].astype(jnp.int32)), -1)
+        document = jnp.cumsum(_cut(tokens.begins[..., None].astype(jnp.int32)), -1)
         connected = connected & (document[..., :, None] == document[..., None, :])
         continues, is_last = document == 0, document == document[..., -1:]
-    q, k, v, log_decay, beta = map(cut, (q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = map(_cut, (q, k, v, log_decay, beta))
     product = functools.partial(_product, dtype=v.dtype)
     kk, qk = (jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q))
     q, k = (jnp.repeat(x.astype(wide), groups, axis=2) for x in (q, k))
@@ -157,7 +268,7 @@ def _chunks(
         k,
         v.astype(wide),
         x * beta[..., None, :],
-        scale * decay * qk,
+        decay * qk,
         jnp.where(continues, jnp.exp(total), 0),
         jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0),
     )

@@ -27,6 +27,7 @@ import burst_jax
 from burst_jax import local_attention, merge
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.ring.block_mask import Blocks
 from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels import (
@@ -294,7 +295,9 @@ def test_a_static_table_leaves_out_ring_steps(sizes, layout, queries_rotate):
         table.flat[rng.choice(table.size, 2)] = True
         for window in ((None, None), (None, 0), (7, 3)):
             known = Blocks(*blocks, table.shape, np.packbits(table).tobytes())
-            mask = RingMask(sizes, layout, t, s, Mask(*window), queries_rotate, 0, known)
+            mask = RingMask(
+                sizes, parse_layout(layout), t, s, Mask(*window), queries_rotate, 0, known
+            )
             route = make_route(("outer", "inner")[-len(sizes) :], mask)
             of = sizes, layout, (t, s), window, queries_rotate
             steps = itertools.product(*map(range, sizes))

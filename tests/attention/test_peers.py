@@ -21,7 +21,7 @@ import dense
 import pytest
 import valid_calls as valid
 
-from burst_jax.layouts.permutation import LAYOUTS
+from burst_jax.layouts.parse import LAYOUTS
 from burst_jax.ring.rotation import ROTATIONS
 from pallas_kernels import XLA
 

@@ -14,6 +14,7 @@ from meshes import make_mesh
 import burst_jax
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
+from burst_jax.layouts import Zigzag
 from burst_jax.ring.request import Request
 from burst_jax.ring.ulysses import own_heads, to_heads
 from pallas_kernels import MOSAIC_SM80, AttentionSpec
@@ -36,7 +37,7 @@ def test_a_request_has_everything_static():
     request = parse(local_window_size=(9, 4), implementation="mosaic_sm80", backward="rotate_query")
     assert request == Request(
         spec=AttentionSpec.of(scale=0.25, left=9, right=0),
-        layout="zigzag",
+        layout=Zigzag(),
         ring_axes=("outer", "inner"),
         ring_sizes=(2, 3),
         ulysses_axis="heads",

@@ -39,6 +39,7 @@ EXITS = {
         )
     },
     "train --weights exchanged": "--weights exchanged needs a --shape with experts: qwen3-30b-a3b",
+    "linear-ring": "benchmarks linear-ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring": "benchmarks ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring --cases 0 --strategies zigzag zigag": r"--strategies ['zigag']: these cases have Ulysses",
 }

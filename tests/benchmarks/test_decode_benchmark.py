@@ -17,13 +17,14 @@ OPTIONS = (
 
 
 def test_every_right_tile_is_timed(capsys, monkeypatch):
-    seconds, kernel = 1e-7, decode.partial_attention
+    seconds, kernel = 1e-7, decode.attend_by_kernel
 
     def wrong_with_two_stages(*arrays, **options):
-        out, most, total = kernel(*arrays, **options)
-        return out, most, jnp.where(options["config"].stages == 2, 1.1, 1) * total
+        found = kernel(*arrays, **options)
+        factor = jnp.where(options["config"].stages == 2, 1.1, 1)
+        return found._replace(total=factor * found.total)
 
-    monkeypatch.setattr(decode, "partial_attention", wrong_with_two_stages)
+    monkeypatch.setattr(decode, "attend_by_kernel", wrong_with_two_stages)
     monkeypatch.setattr(decode, "require_gpus", lambda *_: None)
     monkeypatch.setattr(decode, "_CALLS", 1)
     monkeypatch.setattr(decode, "median_time", lambda _: seconds)

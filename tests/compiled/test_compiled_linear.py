@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.sm90 import operation
 
 pytestmark = pytest.mark.cuda_compiler
@@ -24,7 +25,7 @@ def every_kernel(inputs, start, do, last):
     prepared, scale = operation.prepare(inputs), 0.1
     return (
         operation.forward(inputs, prepared, start, scale),
-        operation.affine(inputs, prepared),
+        operation.affine(inputs, prepared, start),
         operation.first_state_gradient(inputs, prepared, do, last, scale),
         operation.backward(inputs, prepared, start, do, last, scale),
     )
@@ -47,7 +48,7 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     state = array(HEADS, 128, 128, dtype=jnp.float32)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
-    given = operation.Inputs(keys, keys, values, gates, gates)
+    given = Inputs(keys, keys, values, gates, gates)
     compiled.compile_for(every_kernel, given, state, values, state)
     seen = compiled.ptxas("".join(capfd.readouterr()))
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in KERNELS}

@@ -3,7 +3,7 @@
 Drawn by a design in which most pairs of what they try occur, always the same: calls of attention
 with all arguments, layers, and whole training steps, on meshes of 1, 2 and 8 GPUs. Lowering takes
 seconds, most of it for kernels, so it is left out of most: what JAX rejects, it rejects while it
-traces. ``--programs 300`` draws more.
+traces. ``--lowered-programs 300`` draws more.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 import lowered_models as models
 import lowered_programs as programs
 import pytest
-from conftest import PROGRAMS
+from conftest import LOWERED_PROGRAMS
 
 KINDS: dict[str, Any] = {
     "calls": programs.a_call, "layers": models.a_layer, "steps": models.a_step,
 }  # fmt: skip
 # Of each kind: how many are quick, and how many there are.
 QUICK = {"calls": 10, "layers": 3, "steps": 2}
-COUNTS = {"calls": PROGRAMS, "layers": PROGRAMS // 4, "steps": PROGRAMS // 6}
+COUNTS = {
+    "calls": LOWERED_PROGRAMS, "layers": LOWERED_PROGRAMS // 4, "steps": LOWERED_PROGRAMS // 6,
+}  # fmt: skip
 AT_ONCE = 10
 
 

@@ -152,7 +152,9 @@ class Ordered:
             documents = placement.restore(own, 0)
             row[: len(documents)] = documents
             padding = own[placement.order < 0]
-            if len(padding) and not np.array_equal(padding, row[-len(padding) :]):
+            expected = row[len(row) - len(padding) :]
+            # A kernel computes in base 2, so a sink's lse is a rounded one.
+            if not np.allclose(padding, expected, rtol=1e-6, atol=1e-6):
                 raise AssertionError(f"{name} of padding is {np.unique(padding)[:4]}")
         return rows
 

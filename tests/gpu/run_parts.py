@@ -137,7 +137,18 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
     for family in families(devices):
         if family != "xla":
             parts.append(local_calls(family, workers))
+        if family != "mosaic_sm80":  # It has no kernels of linear attention.
+            parts.append(linear_attention(family, script["drawn_linear"], workers, small))
     return parts
+
+
+def linear_attention(family: str, script: str, workers: int, small: bool) -> Part:
+    """Drawn calls of the gated delta rule, over all devices and on one."""
+    command = [script, "--implementation", family, "--step", str(workers)]
+    command += ("--head-dim 16 --count 2 --threads 2" if small else "--count 100").split()
+    commands = [[*command, "--first", str(i)] for i in range(workers)]
+    least = {"linear calls": 2 if small else 8}
+    return Part(f"linear attention, {family}", commands, least=least, draws=True)
 
 
 def local_calls(family: str, workers: int) -> Part:

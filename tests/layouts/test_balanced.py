@@ -54,7 +54,7 @@ def shard_work(placed, lengths, n):
 
 
 def check(placed, lengths, n, c):
-    """Every token once, the ordering rule, and split documents within the ring zone."""
+    """Every token once, the ordering rule, and split documents within the gathered zone."""
     order, ids = placed.order.reshape(n, c), placed.segment_ids.reshape(n, c)
     assert {x.dtype for x in (order, ids, placed.positions)} == {np.dtype(np.int32)}
     total, real = sum(lengths), order >= 0

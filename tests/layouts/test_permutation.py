@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from typing import Any, cast
 
+import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,16 +16,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from burst_jax import from_layout, pad_to_layout, positions, to_layout
-from burst_jax.layouts.permutation import (
-    LAYOUTS,
-    padded_length,
-    run_in_blocks,
-    shard_positions,
-    shard_runs,
-    shard_unit,
-    stripe_size,
-)
+from burst_jax import burst_attention, from_layout, pad_to_layout, positions, to_layout
+from burst_jax.layouts import Balanced, Contiguous, Layout, Striped, Zigzag, balance_batch
+from burst_jax.layouts.parse import LAYOUTS, layout_of, parse_layout
+from burst_jax.layouts.permutation import padded_length
 
 RNG = np.random.default_rng(0)
 TABLE = {
@@ -33,12 +29,14 @@ TABLE = {
     "striped:2": [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
 }
 every_layout = pytest.mark.parametrize("layout", TABLE)
+# Runs of a shard; stripes are runs, three of them in a shard of three blocks.
+RUNS = {"contiguous": 1, "zigzag": 2}
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 
 def length_of(layout, n, blocks=3):
     """An odd number of tokens per block of a shard."""
-    return shard_unit(layout) * n * blocks
+    return parse_layout(layout).unit * n * blocks
 
 
 @every_layout
@@ -47,9 +45,9 @@ def test_four_shards_of_sixteen_tokens(layout):
     np.testing.assert_array_equal(positions(layout, 16, 4).reshape(4, 4), table)
     np.testing.assert_array_equal(to_layout(np.arange(16)[None], layout, 4)[0], table.reshape(-1))
     for shard in range(4):
-        np.testing.assert_array_equal(shard_positions(layout, 4, 4, shard), table[shard])
+        found = parse_layout(layout).shard_positions(4, 4, shard)
+        np.testing.assert_array_equal(found, table[shard])
     assert tuple(TABLE)[:-1] == LAYOUTS
-    assert stripe_size(tuple(TABLE)[-1]) == 2
 
 
 @every_layout
@@ -66,7 +64,7 @@ def test_permutations_of_odd_sizes(layout):
         assert at.dtype == np.int32
         np.testing.assert_array_equal(np.sort(at), np.arange(length))
         assert (np.diff(at.reshape(n, -1), axis=1) > 0).all()
-        shard = functools.partial(shard_positions, layout, length // n, n)
+        shard = functools.partial(parse_layout(layout).shard_positions, length // n, n)
         every = jax.vmap(shard)(jnp.arange(n, dtype=jnp.int32))
         assert every.dtype == jnp.int32
         np.testing.assert_array_equal(every.reshape(-1), at)
@@ -74,25 +72,148 @@ def test_permutations_of_odd_sizes(layout):
 
 @pytest.mark.parametrize("layout", [*TABLE, "striped:4"])
 def test_runs_of_positions(layout):
-    """Runs are arithmetic progressions that cover each shard, across stripes and within them."""
-    for n, across in itertools.product(SIZES, (True, False)):
-        shard_length = length_of(layout, n) // n
-        starts, stride, count = shard_runs(layout, shard_length, n, across_stripes=across)
-        runs = starts[:, :, None] + stride * np.arange(count)
-        at = positions(layout, shard_length * n, n).reshape(n, -1)
-        np.testing.assert_array_equal(np.sort(runs.reshape(n, -1)), at)
-        if layout.startswith("striped") and not across:
-            assert (stride, count) == (1, stripe_size(layout))
+    """Runs of adjacent tokens, and arithmetic progressions along and across stripes."""
+    value = parse_layout(layout)
+    for n in SIZES:
+        c = length_of(layout, n) // n
+        at = positions(layout, c * n, n).reshape(n, c)
+        runs = value.runs(c, n)
+        assert runs is not None
+        assert (runs.shape, runs.dtype) == ((n, RUNS.get(layout, 3)), np.int64)
+        size = c // runs.shape[1]
+        np.testing.assert_array_equal((runs[..., None] + np.arange(size)).reshape(n, c), at)
+        for blocks in ((None, None), (1, 1), (None, 8)):
+            found = value.progressions((c, 2 * c), n, blocks)
+            assert found[0][1] == found[1][1]
+            for (starts, stride, count), length in zip(found, (c, 2 * c), strict=True):
+                tokens = starts[:, :, None] + stride * np.arange(count)
+                want = positions(layout, length * n, n).reshape(n, -1)
+                np.testing.assert_array_equal(np.sort(tokens.reshape(n, -1)), want)
     # A run of adjacent tokens is within a block, divides the shard, and is not 1.
     for n, block in itertools.product((1, 2, 3, 4), (4, 6, 8, 24, 48)):
         at = positions(layout, 96 * n, n).reshape(n, 96)
-        run = run_in_blocks(layout, 96, n, block)
+        run = value.run_in_blocks(96, n, block)
         assert 96 % run == 0
         blocks = at.reshape(n, 96 // run, run) // block
         assert (blocks == blocks[:, :, :1]).all(), (n, block, run)
-    assert run_in_blocks("contiguous", 96, 4, 24) == run_in_blocks("zigzag", 96, 4, 24) == 24
-    assert run_in_blocks("striped", 96, 4, 24) == 6
-    assert run_in_blocks("striped:4", 96, 3, 8) == 4
+
+
+def test_few_progressions():
+    """One token of each stripe is one, unless a block has fewer stripes than a stripe tokens."""
+    assert Striped(2).progressions((96, 96), 4, (None, None))[0][1:] == (8, 48)
+    assert Striped(2).progressions((96, 96), 4, (8, 8))[0][1:] == (1, 2)
+    assert Zigzag().progressions((96, 48), 4, (8, 8))[1][1:] == (1, 24)
+    assert Contiguous().run_in_blocks(96, 4, 24) == Zigzag().run_in_blocks(96, 4, 24) == 24
+    assert Striped().run_in_blocks(96, 4, 24) == 6
+    assert Striped(4).run_in_blocks(96, 3, 8) == 4
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Quarters(Layout):
+    """Shard r of n holds the quarter-blocks r, 2n-1-r, 2n+r and 4n-1-r."""
+
+    @property
+    def name(self):
+        return "quarters"
+
+    @property
+    def unit(self):
+        return 4
+
+    def block_shards(self, shard_length, num_shards):
+        shard = np.arange(num_shards)
+        return shard_length // 4, np.concatenate([shard, shard[::-1]] * 2)
+
+
+def test_a_new_layout_is_one_class():
+    """What a layout is made of follows from the shards of its blocks, also on a ring."""
+    layout = Quarters()
+    table = [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]
+    np.testing.assert_array_equal(positions(layout, 16, 2).reshape(2, 8), table)
+    np.testing.assert_array_equal(layout.runs(8, 2), [[0, 6, 8, 14], [2, 4, 10, 12]])
+    x = jnp.arange(48.0).reshape(2, 24)
+    permuted = to_layout(x, layout, 3)
+    np.testing.assert_array_equal(from_layout(permuted, layout, 3), x)
+    shard = functools.partial(layout.shard_positions, 8, 3)
+    at = jax.jit(jax.vmap(shard))(jnp.arange(3, dtype=jnp.int32)).reshape(-1)
+    np.testing.assert_array_equal(permuted, x[:, at])
+    np.testing.assert_array_equal(layout.shard_positions(8, 3, 1), at[8:16])
+    with pytest.raises(ValueError, match="length is 20: the quarters layout over 3 shards needs"):
+        positions(layout, 20, 3)
+    with pytest.raises(
+        ValueError, match="holds 6 tokens per shard: the quarters layout needs a mu"
+    ):
+        layout.check_shard(6)
+    assert "layout is 'quarters', in which the first halves" in str(layout.lacks_first_half(3))
+    mesh = jax.make_mesh((3,), ("seq",), devices=jax.devices()[:3])
+    rng = np.random.default_rng(1)
+    q, k, v = rng.normal(size=(3, 1, 24, 2, 8)).astype(np.float32)
+    ids = np.repeat([[1, 2, 0]], [9, 13, 2], 1).astype(np.int32)
+    placed = layout.place({"q": q, "k": k, "v": v, "segment_ids": ids}, 3)
+    out = burst_attention(
+        placed["q"], placed["k"], placed["v"], mesh=mesh, layout=layout, is_causal=True,
+        query_segment_ids=placed["segment_ids"], key_value_segment_ids=placed["segment_ids"],
+    )  # fmt: skip
+    want = dense.reference(
+        np.zeros(q.shape), np.zeros(q.shape[:3]), query=q, key=k, value=v, is_causal=True,
+        query_segment_ids=ids, key_value_segment_ids=ids,
+    ).truth[0]  # fmt: skip
+    np.testing.assert_allclose(from_layout(out, layout, 3), want, atol=1e-5)
+
+
+def test_layouts_are_values():
+    """Frozen, hashable, equal by what they are; their repr is the public spelling."""
+    spelled = {
+        "contiguous": Contiguous(), "zigzag": Zigzag(), "striped": Striped(),
+        "striped:128": Striped(128), "balanced": Balanced(), "balanced:0": Balanced(0),
+        "balanced:256": Balanced(256),
+    }  # fmt: skip
+    for name, layout in spelled.items():
+        assert parse_layout(name) == parse_layout(np.str_(name)) == layout
+        assert parse_layout(layout) is layout
+        assert (str(layout), repr(layout)) == (name, repr(name))
+    assert len(set(spelled.values())) == len(spelled)
+    assert parse_layout("striped:1") == Striped()
+    for wrong in (lambda: Striped(0), lambda: Striped(cast(Any, 1.5))):
+        with pytest.raises(ValueError, match=r"stripe is .*: it must be an integer, at least 1"):
+            wrong()
+    with pytest.raises(ValueError, match="zone is -1: it must be an integer, at least 0"):
+        Balanced(-1)
+    with pytest.raises(ValueError, match=r"layout is \['zigzag'\]: use one of 'contiguous', 'zig"):
+        parse_layout(cast(Any, ["zigzag"]))
+
+
+@every_layout
+def test_positions_identify_their_layout(layout):
+    value = parse_layout(layout)
+    assert layout_of(positions(layout, 64, 4)) == (
+        (value, 4) if layout != "contiguous" else (value, 1)
+    )
+    assert layout_of(np.roll(np.arange(64), 5)) is None
+
+
+def test_a_balanced_layout_is_fitted_to_documents():
+    lengths = [[40, 3, 21], [12, 12, 12, 12]]
+    ids = np.array(
+        [np.repeat(np.arange(1, len(x) + 1), x).tolist() + [0] * (64 - sum(x)) for x in lengths]
+    )
+    fitted = Balanced().fitted(ids, 4)
+    placed = balance_batch(lengths, num_shards=4, tokens_per_shard=16)
+    assert fitted.name == placed[0].layout
+    assert fitted in Balanced().variants(16)
+    assert fitted.fitted(ids, 4) is fitted
+    assert Zigzag().fitted(ids, 4) == Zigzag() == Zigzag().variants(16)[0]
+    order, new_ids = fitted.order_of(ids, 4)
+    for row, new, one in zip(order, new_ids, placed, strict=True):
+        np.testing.assert_array_equal(row, one.order)
+        np.testing.assert_array_equal(new, one.segment_ids)
+    assert fitted.positions(64, 4) is fitted.runs(16, 4) is None
+    with pytest.raises(
+        ValueError, match="layout is 'balanced', without the size of its gathered z"
+    ):
+        Balanced().check_length(64, 4)
+    with pytest.raises(ValueError, match="layout is 'balanced:17', and a shard has 16 tokens"):
+        Balanced(17).check_length(64, 4)
 
 
 @every_layout

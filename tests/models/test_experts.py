@@ -31,13 +31,12 @@ from burst_jax.models import (
     Lora,
     MixtureOfExperts,
     abstract_decoder,
-    expert_decoding,
-    expert_exchange,
-    expert_rows,
     save_adapter,
 )
-from burst_jax.models import experts as moe
-from burst_jax.models.experts import Sums
+from burst_jax.models.experts import decoding, exchange
+from burst_jax.models.experts import mixture as moe
+from burst_jax.models.experts import rows as expert_rows
+from burst_jax.models.experts.mixture import Sums
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.collectives import psum_manual
@@ -174,7 +173,7 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
 )
 def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, popular, chunks):
     """In several rounds, with padding; two popular experts have all tokens, the others none."""
-    monkeypatch.setattr(expert_exchange, "_FEW", 0)
+    monkeypatch.setattr(exchange, "_FEW", 0)
     together, barrier = [], jax.lax.optimization_barrier
 
     def recorded(x):
@@ -237,7 +236,7 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, p
 
 
 def test_a_round_has_all_rows_or_a_part():
-    sizes = expert_exchange.round_sizes
+    sizes = exchange.round_sizes
     assert sizes(512, 8, 1.5) == (512, 0)
     assert sizes(513, 8, 1.5) == (104, 32)
     assert sizes(16384, 8, None) == sizes(16384, 2, 2.0) == (16384, 0)
@@ -278,7 +277,7 @@ MIXTURE = dataclasses.replace(
 def test_training_is_that_of_each_expert_on_all_tokens(
     monkeypatch, sizes, kind, fields, expert, steps
 ):
-    monkeypatch.setattr(expert_exchange, "_FEW", 0)
+    monkeypatch.setattr(exchange, "_FEW", 0)
     config = dataclasses.replace(MIXTURE, **fields)
     got = losses(sizes, kind, steps=steps, config=config, expert=expert)
     want = losses(ONE, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
@@ -444,7 +443,7 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
         return layer(x, keeps_products=False), jax.lax.top_k(logits, experts.per_token)[1]
 
     wanted, chosen = of_many_tokens(x)
-    layer.is_decoding = True
+    layer = layer.decoding(hidden_axis=None, same_tokens_axis=None)
     monkeypatch.setattr(moe, "can_decode", lambda *_: True)
 
     @quick_jit
@@ -455,7 +454,7 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
             read.append((slots.matrices, slots.count))
             return few_rows.few_rows_product(x, weights, slots, summed=summed)
 
-        monkeypatch.setattr(expert_decoding, "few_rows_product", product)
+        monkeypatch.setattr(decoding, "few_rows_product", product)
         return layer(x, keeps_products=False), read
 
     monkeypatch.setattr(few_rows, "num_sms", lambda: 4)
@@ -474,24 +473,24 @@ def test_decoding_chooses_and_weighs_experts_as_other_passes_do(fields):
     layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
     x = jnp.asarray(X, jnp.float32)
     wanted = layer(x, keeps_products=False)
-    layer.is_decoding = True
+    layer = layer.decoding(hidden_axis=None, same_tokens_axis=None)
     assert relative_error(layer(x, keeps_products=False), wanted) < 1e-6
 
 
 def test_the_largest_logits():
     """Equal ones in ascending order; indices that exist, whatever the logits are."""
     logits = np.random.default_rng(0).integers(-3, 3, (5, 12)).astype(np.float32)
-    values, index = expert_decoding.largest(jnp.asarray(logits), 7)
+    values, index = decoding.largest(jnp.asarray(logits), 7)
     wanted = jax.lax.top_k(logits, 7)
     assert (values == wanted[0]).all()
     assert (index == wanted[1]).all()
     logits[:, ::2] = np.nan
-    index = expert_decoding.largest(jnp.asarray(logits), 7)[1]
+    index = decoding.largest(jnp.asarray(logits), 7)[1]
     assert (index >= 0).all()
     assert (index < 12).all()
 
 
 def test_decoding_skips_experts_of_other_devices():
-    slots = expert_decoding._hit(jnp.asarray([[4, 1], [1, 5], [3, 5]], jnp.int32), 5)
+    slots = decoding._hit(jnp.asarray([[4, 1], [1, 5], [3, 5]], jnp.int32), 5)
     assert slots.count.tolist() == [3]
     assert slots.matrices.tolist()[:3] == [1, 3, 4]

@@ -16,7 +16,7 @@ import pytest
 from cases import key_ranges, packed_segments
 
 from burst_jax import positions
-from burst_jax.layouts.permutation import run_in_blocks
+from burst_jax.layouts.parse import parse_layout
 from pallas_kernels import BlockMask, Mask, Tiles, key_bounds, query_bounds
 from pallas_kernels.bounds import _summary, lists_for_all, over_batch, split_tiles
 from pallas_kernels.document_bounds import INTERVAL_SIZE, query_intervals
@@ -368,7 +368,7 @@ def test_tiles_of_one_block_are_listed_exactly(layout):
     """Where blocks consist of whole tiles, no tile without a score that counts is visited."""
     n, q_block, kv_block, tiles = 2, 16, 32, (8, 16)
     at = positions(layout, 128, n).reshape(n, -1)
-    runs = [run_in_blocks(layout, 64, n, block) for block in (q_block, kv_block)]
+    runs = [parse_layout(layout).run_in_blocks(64, n, block) for block in (q_block, kv_block)]
     table = np.random.default_rng(0).random((4, 128 // q_block, 128 // kv_block)) < 0.3
     mask = BlockMask(jnp.asarray(table), q_block, kv_block, *runs)
     assert not mask.tests_scores(*tiles)

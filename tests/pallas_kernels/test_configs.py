@@ -27,6 +27,12 @@ from pallas_kernels import (
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90 import configs as sm90
 from pallas_kernels.mosaic.sm90 import dq
+from pallas_kernels.mosaic.sm90.backward_forms import (
+    OWN_KEYS,
+    SHARED_KEYS,
+    SPLIT,
+    WIDE_HEAD_DIMS,
+)
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ForwardMemory, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import ForwardStatic
@@ -64,16 +70,20 @@ SPEC = AttentionSpec.of
             "cluster is 2: without a producer warpgroup it must be 1",
         ),
         (
-            lambda: MosaicConfig(64, 96, 2, wide=True, producer_warpgroup=False),
-            "block_kv is 96: where wide is True it needs a producer warpgroup",
+            lambda: MosaicConfig(64, 96, 2, form=SPLIT, producer_warpgroup=False),
+            "form is SPLIT: it needs a producer warpgroup",
         ),
         (
-            lambda: MosaicConfig(64, 64, 2, do_stages=1, wide=True),
+            lambda: MosaicConfig(64, 64, 2, do_stages=1, form=SHARED_KEYS),
             "do_stages is 1: it must be 2 or more",
         ),
         (
-            lambda: MosaicConfig(128, 64, 2, wide=True),
-            "block_q is 128: where wide is True it must be 64",
+            lambda: MosaicConfig(128, 64, 2, form=SHARED_KEYS),
+            "block_q is 128: where form is SHARED_KEYS it must be 64",
+        ),
+        (
+            lambda: MosaicConfig(64, 64, 2, form=OWN_KEYS),
+            "block_kv is 64: where form is OWN_KEYS it must be 128",
         ),
         (lambda: sm80.ForwardConfig(96, 64), "block_q is 96: it must be a multiple of 64"),
         (lambda: sm80.ForwardConfig(128, 16), "block_kv is 16: it must be a multiple of 32"),
@@ -98,8 +108,8 @@ def test_sm90_kernels_reject_tiles_that_they_do_not_support():
         (MosaicConfig(64, 256, 2), "block_kv is 256: the backward kernel supports 128"),
         (MosaicConfig(64, 128, 2, cluster=2), "cluster is 2: the backward kernel supports 1"),
         (
-            MosaicConfig(64, 128, 2, wide=True),
-            r"wide is True: with head dims \(64, 64\) the backward kernel needs False",
+            MosaicConfig(64, 128, 2, form=OWN_KEYS),
+            r"form is OWN_KEYS: with head dims \(64, 64\) the backward kernel supports NARROW",
         ),
         (
             MosaicConfig(64, 128, 2, producer_warpgroup=False),
@@ -116,13 +126,13 @@ def test_which_calls_have_tiles_of_96_keys_in_the_backward():
     side = local.tokens(jnp.arange(64, dtype=jnp.int32))
     q = jnp.zeros((1, 64, 2, 192), jnp.bfloat16)
     stats = (jnp.zeros((1, 2, 64)),) * 2
-    tiles = MosaicConfig(64, 96, 2, do_stages=1, wide=True)
+    tiles = MosaicConfig(64, 96, 2, do_stages=1, form=SPLIT)
     slopes: Any = {"numbers": {"alibi_slopes": jnp.ones(2)}}
     for config, options, message in (
-        (tiles, slopes, "block_kv is 96: with a bias, dropout, .* supports 64"),
+        (tiles, slopes, "form is SPLIT: with a bias, dropout, .* supports SHARED_KEYS"),
         (
             dataclasses.replace(tiles, do_stages=None), {},
-            "stages is 2 and do_stages None: with block_kv 96 .* has memory for 2 and 1",
+            "stages is 2 and do_stages None: where form is SPLIT .* has memory for 2 and 1",
         ),
     ):  # fmt: skip
         kernels = mosaic_sm90(backward_config=config)
@@ -215,13 +225,13 @@ def test_staging_buffers_of_the_forward_kernel_are_the_widest_that_fit():
 
 
 def test_sm90_backward_tiles_of_wide_heads_fit(monkeypatch):
-    for equal, dims in itertools.product((False, True), sm90.WIDE_HEAD_DIMS):
+    for equal, dims in itertools.product((False, True), WIDE_HEAD_DIMS):
         monkeypatch.setattr(sm90, "moves_registers", lambda equal=equal: not equal)
         config = sm90.for_this_jax(sm90.wide_backward_config(*dims))
         for in_fixed_point in (False, True):
             memory = BackwardMemory.of(config, dims[0], jnp.bfloat16, dims[1], in_fixed_point)
             assert memory.nbytes <= sm90.SHARED_MEMORY
-        if config.splits_gradients:
+        if config.form is SPLIT:
             continue  # One consumer computes two thirds of dQ.
         # Both are tiled in swizzled memory as their products read them.
         widths = sm90.dq_widths(config, dims[0])

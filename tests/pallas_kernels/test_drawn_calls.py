@@ -68,7 +68,7 @@ def test_a_partial_query_tile_attends_where_nothing_is_masked(name, numbers):
     assert inputs.keep.all()
     got = run_of(case, name)(inputs)
     assert np.isfinite(got[1]).all()
-    compare.assert_within(got, inputs.reference, inputs.largest_errors)
+    compare.assert_within(got, inputs.reference, inputs.largest_errors())
 
 
 def test_a_draw_in_which_no_score_counts():
@@ -110,8 +110,8 @@ def test_an_element_beyond_its_bound_fails(index):
     inputs = make_inputs(case, 0, batch=1)
     truth = [x.copy() for x in inputs.reference.one_device]
     truth[0], truth[2:5] = truth[0].astype(np.float32), [x.astype(np.float32) for x in truth[2:5]]
-    compare.assert_within(truth, inputs.reference, inputs.largest_errors)
+    compare.assert_within(truth, inputs.reference, inputs.largest_errors())
     token = (0, 39) if index < 5 else (0,)
     truth[index][token] = 0
     with pytest.raises(AssertionError, match="rounding explains"):
-        compare.assert_within(truth, inputs.reference, inputs.largest_errors)
+        compare.assert_within(truth, inputs.reference, inputs.largest_errors())

@@ -10,12 +10,12 @@ import local
 import numpy as np
 import pytest
 
-from burst_jax.serving.decode_attention import PartialAttention
 from pallas_kernels import REFERENCE, XLA, AttentionSpec, mosaic_sm90, softmax
+from pallas_kernels.decode import PartialAttention
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.sm80.implementation import mosaic_sm80
-from pallas_kernels.mosaic.sm90 import soft_cap
+from pallas_kernels.mosaic.sm90 import online_softmax
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
 LENGTH, DIM = 128, 32
@@ -138,7 +138,7 @@ def test_decoding_is_nan_where_a_split_is():
         np.testing.assert_array_equal(out[2], 0)
 
 
-@pytest.mark.parametrize("tanh", [fragments.tanh, soft_cap.tanh])
+@pytest.mark.parametrize("tanh", [fragments.tanh, online_softmax.tanh])
 def test_tanh_of_kernels(tanh):
     """Also where elements that share a reciprocal are as far apart as they can be."""
     far = np.array([-np.inf, -300, -20, -9, -1, 1e-30, 0.5, 3, 15, 60, 3e38, np.inf], np.float32)

@@ -10,6 +10,7 @@ import linear_cases
 import numpy as np
 import pytest
 
+from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.sm90 import operation
 
@@ -33,17 +34,17 @@ def run(case):
         tokens = Tokens(jnp.asarray(case.begins), jnp.asarray(case.valid))
         do = jnp.where(tokens.valid[..., None, None], do, 0)
     gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
-    inputs = operation.Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
+    inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
     with interpreted.interpreted():
         prepared = operation.prepare(inputs)
         results = operation.forward(inputs, prepared, start, case.scale)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
-        m, u = operation.affine(inputs, prepared)
+        m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
         got = dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True))
         got = {name: np.asarray(x) for name, x in got.items()}
-        mapped = np.asarray(m, np.float64) @ case.start + np.asarray(u, np.float64)
+        mapped = np.asarray(m, np.float64) @ (case.start / 2) + np.asarray(u, np.float64)
         return got | {"mapped": mapped, "alone": np.asarray(alone)}
 
 

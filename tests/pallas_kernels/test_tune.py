@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import XLA, AttentionInputs, KVSide, QuerySide, tune
 from pallas_kernels.mosaic.sm80 import configs as sm80
 from pallas_kernels.mosaic.sm90 import configs as mosaic_configs
+from pallas_kernels.mosaic.sm90.backward_forms import SHARED_KEYS
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 from pallas_kernels.timing import median_time, relative_error
 
@@ -88,7 +89,7 @@ def test_entries_are_read_as_they_are_printed(producer):
         ("mosaic_sm80", "forward", sm80.ForwardConfig(64, 32)),
         ("mosaic_sm80", "backward", sm80.BackwardConfig(64, 64, stages=1)),
         ("mosaic_sm90", "backward", MosaicConfig(64, 128, 3, 2, producer_warpgroup=producer)),
-        ("mosaic_sm90", "backward", MosaicConfig(64, 64, 2, wide=True)),
+        ("mosaic_sm90", "backward", MosaicConfig(64, 64, 2, form=SHARED_KEYS)),
         ("mosaic_sm90", "forward", MosaicConfig(128, 128, 2, **options)),
     ):
         printed = ",".join(map(str, tune.as_entry(config)))

@@ -25,6 +25,7 @@ from routes import hops_of_passes
 import burst_jax
 from benchmarks.plan import compare_rings, load_rings, ring_table, step_table
 from benchmarks.results import gib
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.plan import GPUS
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.attention_plan import ACCURACY
@@ -71,7 +72,7 @@ def test_scores_equal_the_mask(layout, rotates_query):
     for sizes, window, lengths in itertools.product(
         [(4,), (2, 3)], [(None, None), (None, 0), (9, 0), (5, 3), (0, 2)], [(6, 6), (4, 8)]
     ):
-        mask = RingMask(sizes, layout, *lengths, Mask(*window), rotates_query)
+        mask = RingMask(sizes, parse_layout(layout), *lengths, Mask(*window), rotates_query)
         route = make_route(("a", "b")[: len(sizes)], mask)
         got = scores_per_step(route, mask)
         assert tuple(got) == route.offsets

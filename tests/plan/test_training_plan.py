@@ -13,6 +13,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plan_command
 import pytest
 import run_options
 import train_lm
@@ -33,9 +34,10 @@ from burst_jax.models import (
 from burst_jax.models.hf.trained_length import BeyondTrainedLength
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS
-from burst_jax.plan.__main__ import SHAPES, config_of, main
+from burst_jax.plan.__main__ import main
 from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.hardware import Cluster
+from burst_jax.plan.presets import SHAPES, config_of
 from burst_jax.plan.step_memory import step_memory
 from burst_jax.plan.training_plan import (
     MEMORY_ACCURACY,
@@ -75,7 +77,7 @@ def test_every_strategy_has_the_planned_weights_and_moments():
     assert "sharded, experts over seq " in planned.table(show_all=True)
     for expert in ((), ("seq",)):
         cases.append((mixture, one(planned, ring=(8,), rows=1, expert=expert)))
-    flags = cases[-1][1].strategy.flags
+    flags = plan_command.flags(cases[-1][1].record())
     assert run_options.parse_args(flags)[0].expert_axes == "seq"
     optimizer = make_optimizer(1e-3, 10)
     for config, each in cases:
@@ -153,7 +155,7 @@ def test_as_many_layers_are_selective_as_fit():
     assert nothing.seconds.recomputed - some.seconds.recomputed == pytest.approx(saved * count / 32)
     assert f"selective in {count}" in str(plan)
     assert f'remat="selective", remat_layers={count}, ' in str(plan)
-    assert run_options.parse_args(some.strategy.flags)[0].remat_layers == count
+    assert run_options.parse_args(plan_command.flags(some.record()))[0].remat_layers == count
 
 
 def test_bfloat16_moments_and_moments_on_the_host():
@@ -234,8 +236,7 @@ def test_flags_of_the_training_script():
     plan = plan_of(batch=2)
     best = plan.best
     assert best is not None
-    line = next(line for line in str(plan).splitlines() if "train_lm.py" in line)
-    assert "# DIR: the checkpoint's folder. DATA: text files, JSON lines or arrays" in str(plan)
+    line = plan_command.command(plan.record())
     args, _ = run_options.parse_args(line.split("train_lm.py ")[1].split())
     assert args.mesh == ",".join(f"{name}={size}" for name, size in best.strategy.mesh.items())
     assert (args.layout, args.remat) == (best.strategy.layout, best.strategy.remat)
@@ -245,7 +246,7 @@ def test_flags_of_the_training_script():
 
 def printed_code(text):
     """The Python block of a printed plan."""
-    return text.split("recommended:\n")[1].split("\nthe same in a shell, ")[0]
+    return text.split("recommended:\n")[1]
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,10 @@ def test_the_training_script_accepts_every_mesh(tmp_path):
     meshes = {each.strategy.name: each for each in plan.estimates}
     assert len(meshes) > 30
     for number, each in enumerate(meshes.values()):
-        command = dataclasses.replace(plan, estimates=(each,)).table().split("train_lm.py ")[1]
+        record = dataclasses.replace(plan, estimates=(each,)).record()
+        command = plan_command.command(record).split("train_lm.py ")[1]
         assert command.startswith("--model DIR ")
-        given = command.splitlines()[0].split()[2:]
+        given = command.split()[2:]
         args, _ = run_options.parse_args([*given, *sizes])
         run = run_options.prepare(args)
         assert {name: size for name, size in run.mesh.shape.items() if size > 1} == {
@@ -334,7 +336,14 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.warns(BeyondTrainedLength, match=beyond):
         main([*arguments, str(folder)])
+    assert f"burst_jax.models.load_config({str(folder)!r}, dtype=" in capsys.readouterr().out
+    plan_command.main([str(tmp_path / "plan.json"), "--model", str(folder)])
     assert f"train_lm.py --model {folder} --data DATA --mesh" in capsys.readouterr().out
+    for text, message in (("{}", "no plan of a training step"), ("[", "plan.json")):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            plan_command.main([str(tmp_path / "plan.json")])
+        assert message in capsys.readouterr().err
     (folder / "config.json").write_text('{"model_type": "mamba"}')
     for model, message in (
         (tmp_path, r"lacks config.json: pass the folder"),

@@ -167,7 +167,9 @@ def test_the_parts_of_each_gpu(tmp_path):
     kinds = ("rings", "local calls")
     both = [f"{kind}, {family}" for kind in kinds for family in ("mosaic_sm90", "mosaic_sm80")]
     # What users run comes first: few processes run at once.
-    assert names(HOPPER) == ["training", *others, *both]
+    linear = "linear attention, mosaic_sm90"
+    at = len(both) - 1  # Of a family after its local calls.
+    assert names(HOPPER) == ["training", *others, *both[:at], linear, *both[at:]]
     assert names(AMPERE) == ["training", *others, *both[1::2]]
     for each in gpu_run.parts_of(HOPPER, tmp_path, False, 3):
         assert all(Path(command[0]).exists() or command[0] == "-m" for command in each.commands)

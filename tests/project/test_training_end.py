@@ -22,6 +22,7 @@ from data_files import write_words
 from flax import nnx
 from implementations import QUICK
 from meshes import mesh_of
+from run_log import NonFinite
 from run_mesh import TRAINING_AXES
 from split_runs import SMALL
 from train_lm_runs import arguments, error_of
@@ -30,7 +31,6 @@ from burst_jax.models import abstract_decoder
 from burst_jax.training import (
     Checkpoints,
     Evaluation,
-    NonFinite,
     balanced_layout,
     init_train_state,
     make_batch,

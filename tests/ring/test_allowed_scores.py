@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import burst_jax
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.ring.block_mask import AttentionChunks, Blocks
 from burst_jax.ring.route import AllowedScores, RingMask, make_route
 from pallas_kernels.mask import Mask
@@ -55,8 +56,8 @@ def drawn(rng):
     rotates_query = bool(rng.integers(2))
     of_shard = dict(zip(("q_length", "kv_length"), lengths, strict=True))
     ring = RingMask(
-        sizes, layout, mask=Mask(left, right), rotates_query=rotates_query, query_offset=offset,
-        blocks=blocks, **of_shard,
+        sizes, parse_layout(layout), mask=Mask(left, right), rotates_query=rotates_query,
+        query_offset=offset, blocks=blocks, **of_shard,
     )  # fmt: skip
     keep = dense.kept(t, s, local_window_size=(left, right), query_offset=offset, **masks)
     return ring, keep[0, 0]
@@ -98,7 +99,7 @@ def test_a_route_takes_memory_in_proportion_to_the_tokens(layout, blocks):
     n, tokens = 4, 4096
     tracemalloc.start()
     try:
-        ring = RingMask((n,), layout, tokens, tokens, Mask(None, 0), False, 0, blocks)
+        ring = RingMask((n,), parse_layout(layout), tokens, tokens, Mask(None, 0), False, 0, blocks)
         route = make_route.__wrapped__(("seq",), ring)
         _, most = tracemalloc.get_traced_memory()
     finally:

@@ -22,13 +22,14 @@ import burst_jax
 from burst_jax.attention.api import ring_call
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.models import DecoderConfig, abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.ring.half_remat import (
     attend_recomputing_half,
     attend_saving_half,
-    first_half,
+    first_half_request,
     redistribute,
     redistribute_back,
 )
@@ -114,7 +115,7 @@ def work(request, tokens):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_quarter_of_the_scores_is_recomputed(n, layout):
     tokens = 64
-    whole, ring = request(n, layout), first_half(request(n, layout), tokens // 2)
+    whole, ring = request(n, layout), first_half_request(request(n, layout), tokens)
     scores, busiest = work(ring, tokens // 2)
     length = n * tokens // 2
     assert scores == length * (length + 1) / 2
@@ -130,10 +131,10 @@ def test_a_quarter_of_the_scores_is_recomputed(n, layout):
 def test_the_first_half_runs_in_the_layout_with_the_least_waiting(left, tokens, layout):
     whole = request(8, "zigzag", left=left)
     ring, other = (
-        dataclasses.replace(whole, layout=each)
+        dataclasses.replace(whole, layout=parse_layout(each))
         for each in (layout, {"zigzag": "contiguous"}.get(layout, "zigzag"))
     )
-    assert first_half(whole, tokens) == ring
+    assert first_half_request(whole, 2 * tokens) == ring
     assert tokens % 2 or work(ring, tokens)[1] <= work(other, tokens)[1]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import valid_calls as valid
 from cases import all_pairs, few_of, in_tiers
+from compiled_programs import gradient
 from implementations import IMPLEMENTATIONS
 from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id, program_of
@@ -232,3 +233,23 @@ def test_every_step_ends_with_a_barrier_unless_nothing_is_sent(case):
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x)
     steps = itertools.groupby(events(jaxpr.jaxpr), lambda event: event[0])
     assert " ".join("".join(kind for _, kind in step) for _, step in steps) == SEQUENCES[case]
+
+
+def test_each_step_of_a_ring_has_a_name():
+    """Steps that send and steps with a kernel, of a ring of three.
+
+    The last step of the backward pass is the gradient's final transfer.
+    """
+    attend = functools.partial(
+        burst_jax.burst_attention, mesh=mesh_of(seq=3), implementation=XLA, backward="rotate_kv"
+    )
+    names = jax.jit(gradient(attend)).lower(*[jnp.ones((1, 24, 2, 8))] * 3)
+    names = names.as_text(debug_info=True)
+    for direction, sends, kernels in (
+        ("forward", [0, 1], [0, 1, 2]),
+        ("backward", [0, 1, 2, 3], [0, 1, 2, 3]),
+    ):
+        for operation, want in (("ppermute", sends), (f"jit({direction})", kernels)):
+            path = rf'"(?:[^"]*/)?ring_{direction}_step_(\d+)/{re.escape(operation)}'
+            assert sorted({int(step) for step in re.findall(path, names)}) == want
+        assert f'"burst_{direction}/' in names  # The function that the steps call.

@@ -18,6 +18,7 @@ from ring_cases import kept_scores
 from routes import hops_of_passes, route_of_passes
 
 import burst_jax
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.ring.rotation import (
     ShardShape,
     backward_bytes,
@@ -35,7 +36,9 @@ WINDOWS = ((None, None), (None, 0), (0, 0), (5, 0), (3, 2), (0, 7), (None, 3), (
 
 def route_of(sizes, layout, lengths, window, rotates_query=False):
     (q_length, kv_length), (left, right) = lengths, window
-    mask = RingMask(sizes, layout, q_length, kv_length, Mask(left, right), rotates_query)
+    mask = RingMask(
+        sizes, parse_layout(layout), q_length, kv_length, Mask(left, right), rotates_query
+    )
     return make_route(AXES[len(sizes)], mask)
 
 

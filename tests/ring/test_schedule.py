@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from routes import route_of_passes
 
+from burst_jax.layouts import Contiguous
 from burst_jax.ring import schedule
 from burst_jax.ring.route import RingMask, Route, make_route
 from burst_jax.ring.schedule import backward_schedule, count_hops, forward_schedule, table
@@ -15,7 +16,7 @@ from pallas_kernels.mask import Mask
 
 # Eight devices, a window of two shards before and one after: the block visits its own device, the
 # next two, and (five devices on) the previous one. The steps between are skipped.
-WINDOW = make_route(("seq",), RingMask((8,), "contiguous", 16, 16, Mask(left=20, right=5)))
+WINDOW = make_route(("seq",), RingMask((8,), Contiguous(), 16, 16, Mask(left=20, right=5)))
 ROUTES = {
     **{str(n): route_of_passes(n) for n in (1, 2, 3, 4, 8)},
     "1x4": Route(("outer", "inner"), (1, 4), (((0, 0), (0, 1), (0, 2), (0, 3)),)),
@@ -29,7 +30,7 @@ ROUTES = {
         (4, 4),
         (((0, 0),), ((1, 0), (1, 1), (1, 2), (1, 3)), ((2, 3),), ((3, 1), (3, 3))),
     ),
-    "no-axis": make_route((), RingMask((), "contiguous", 4, 4, Mask())),
+    "no-axis": make_route((), RingMask((), Contiguous(), 4, 4, Mask())),
 }
 
 

@@ -186,7 +186,7 @@ def test_what_balanced_layouts_need_and_lack():
         ValueError, "query has 48 tokens, key 96, with layout", jnp.zeros((2, 96, KV, H)), **twice
     )
     fails(ValueError, "layout is 'balanced:25', and a shard has 24 tokens", layout="balanced:25")
-    fails(ValueError, "layout is 'balanced': use one of", layout="balanced")
+    fails(ValueError, "layout is 'balanced', without the size of its gath", layout="balanced")
     slopes = jnp.ones(KV)
     for name, value in {
         "alibi_slopes": slopes, "prefix_lengths": np.array([1, 1]), "attention_chunk_size": 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.serving import decode_attention
+from pallas_kernels import decode
 
 
 def test_many_splits_are_merged_as_few_are(monkeypatch):
@@ -14,8 +14,8 @@ def test_many_splits_are_merged_as_few_are(monkeypatch):
     out, most, total = (rng.standard_normal((5, 2, 1, 3, *dims)) for dims in ((4,), (), ()))
     total[2] = 0
     arrays = (jnp.asarray(x, jnp.float32) for x in (out, most, np.abs(total)))
-    splits = decode_attention.PartialAttention(*arrays)
+    splits = decode.PartialAttention(*arrays)
     few = splits.merged()
-    monkeypatch.setattr(decode_attention, "_TERMS", 4)
+    monkeypatch.setattr(decode, "_TERMS", 4)
     for x, y in zip(splits.merged(), few, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)

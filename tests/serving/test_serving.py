@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,18 +38,13 @@ from burst_jax import ShardingRules
 from burst_jax.models import Decoder, Lora, YarnRope, abstract_decoder, load
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata
-from burst_jax.serving.decode_attention import (
-    PartialAttention,
-    attend_by_matmuls,
-    decode_attention,
-)
+from burst_jax.serving.decode_attention import decode_attention
 from burst_jax.serving.sampling import Sampling
-from pallas_kernels.mosaic.sm80.decode import (
-    DecodeConfig,
-    default_splits,
-    partial_attention,
-    unsupported,
-)
+from pallas_kernels import SlowerKernelsWarning, decode
+from pallas_kernels.decode import PartialAttention, attend_by_matmuls
+from pallas_kernels.device import Target
+from pallas_kernels.mosaic.sm80 import implementation
+from pallas_kernels.mosaic.sm80.decode import DecodeConfig, default_splits, partial_attention
 
 
 def case(sizes, layout, lengths, new, chunk=None, extend=None, split=False, expert=None, **config):
@@ -260,11 +256,9 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     @quick_jit
     def results(q, k, v):
         exact = [x.astype(jnp.float32) for x in (q, k, v)]
-        want = attend_by_matmuls(exact[0], exact[1], exact[2], slots, last, **scores)
-        parts = partial_attention(
-            q, k, v, slots.cache_positions, slots.present, last, jnp.int32(used),
-            splits=splits, config=config, **scores,
-        )  # fmt: skip
+        where = slots.cache_positions, slots.present, last, jnp.int32(used)
+        want = attend_by_matmuls(exact[0], exact[1], exact[2], *where, **scores)
+        parts = partial_attention(q, k, v, *where, splits=splits, config=config, **scores)
         assert len(parts[0]) == splits
         got = PartialAttention(*parts).merged()
         lse = [(x.most + jnp.log(x.total))[0] for x in (got, want)]
@@ -291,26 +285,42 @@ def test_splits_are_even_over_the_sms(ctas, splits):
     [
         (None, {}),
         (None, {"capability": 9.0, "dims": (256, 256)}),
-        ("compute capability 8.0 or newer", {"capability": 7.5}),
-        ("compute capability 8.0 or newer", {"platform": "cpu", "capability": None}),
+        (r"compute capability 8.0 \(Ampere\) or newer", {"capability": 7.5}),
         ("all bfloat16 or all float16", {"dtypes": ("float32", "float32")}),
         ("all bfloat16 or all float16", {"dtypes": ("bfloat16", "float16")}),
-        (r"the head dims are \(128, 40\); it supports multiples of 16", {"dims": (128, 40)}),
+        (r"the head dims are \(128, 40\); decoding supports multiples of 16", {"dims": (128, 40)}),
         (r"the head dims are \(272, 64\)", {"dims": (272, 64)}),
         (None, {"capability": 8.6}),
-        ("it needs 164864 bytes of shared memory, and the GPU has 101376",
+        ("decoding needs 164864 bytes of shared memory per CTA; this GPU has 101376",
          {"capability": 8.9, "dims": (256, 256)}),
     ],
 )  # fmt: skip
-def test_what_the_kernel_supports(expected, options):
+def test_what_the_kernel_supports(monkeypatch, expected, options):
+    """What it does not is a warning, and takes matmuls."""
     dim, value_dim = options.get("dims", (128, 128))
     dtypes = options.get("dtypes", ("bfloat16", "bfloat16"))
     shapes = (2, 1, 32, dim), (2, 99, 8, dim), (2, 99, 8, value_dim)
     kinds = dtypes[0], dtypes[1], dtypes[1]
     q, k, v = (as_any(jax.ShapeDtypeStruct(*x)) for x in zip(shapes, kinds, strict=True))
-    target = options.get("platform", "gpu"), options.get("capability", 8.0)
-    reason = unsupported(q, k, v, *target)
-    assert re.search(expected or "^None$", str(reason))
+    capability = options.get("capability", 8.0)
+    chosen = []
+    for name in ("attend_by_kernel", "attend_by_matmuls"):
+        monkeypatch.setattr(decode, name, lambda *_, name=name, **scores: chosen.append(name))
+    monkeypatch.setattr(decode, "target_of", lambda _: Target("gpu", capability))
+    # As on a machine that has the GPU.
+    monkeypatch.setattr(implementation, "compiles_for", lambda: (8, 0))
+    arrays = q, k, v, *[jnp.zeros(2, jnp.int32)] * 4
+    attend = functools.partial(decode.partial_attention, *arrays, scale=1.0)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        for name in (None, "mosaic_sm90", "xla"):
+            attend(implementation=name)
+    kernel = "attend_by_matmuls" if expected else "attend_by_kernel"
+    assert chosen == [kernel, kernel, "attend_by_matmuls"]
+    warned = bool(expected) and capability >= 8.0
+    for each, name in zip(found, (None, "mosaic_sm90") if warned else (), strict=True):
+        message = f"implementation={name!r} takes 'xla' here, and not 'mosaic_sm80': .*{expected}"
+        assert re.match(message, str(each.message))
+        assert each.category is SlowerKernelsWarning
 
 
 @pytest.mark.slow

@@ -46,12 +46,13 @@ def reference(do, dlse, *, scale=None, **call):
     return Reference(truth(*args, scale), one_device(*args, scale), args[3], largest)
 
 
-def largest_errors(do, dlse, *, scale=None, **call):
+def largest_errors(do, dlse, *, scale=None, dq_in_fixed_point=False, **call):
     """Bounds of the errors that rounding can make, in the order of :attr:`Reference.truth`.
 
     The arguments are those of :func:`reference`. Every element has its own bound, which holds for
     few tokens, too, where the error of one device may be 0 by chance. See
-    :func:`rounding.largest_errors`.
+    :func:`rounding.largest_errors`, and :func:`rounding.fixed_point_error` for
+    ``dq_in_fixed_point``.
     """
     args, _ = arguments(do, dlse, **call)
     *arrays, keep, do, dlse, soft_cap, numbers, distance, factors, score = args
@@ -59,7 +60,10 @@ def largest_errors(do, dlse, *, scale=None, **call):
     run = passes(
         query, key, value, keep, do, dlse, soft_cap, numbers, distance, factors, score, scale
     )
-    return rounding.largest_errors(run, arrays[0].dtype)
+    bounds = rounding.largest_errors(run, arrays[0].dtype)
+    if dq_in_fixed_point:
+        bounds[2] = bounds[2] + rounding.fixed_point_error(run)
+    return bounds
 
 
 def arguments(

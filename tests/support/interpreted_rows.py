@@ -1,4 +1,4 @@
-"""What functions of ``fragments``, ``row_...``, ``instructions`` and ``padding`` compute.
+"""What functions of ``fragments``, ``online_softmax``, ``row_intervals`` and others compute.
 
 A warpgroup is one thread here.
 """
@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic.fragments import constant
-from pallas_kernels.mosaic.sm90 import dropping, row_halves, row_intervals, row_maximum
+from pallas_kernels.mosaic.sm90 import online_softmax, row_intervals
 from pallas_kernels.mosaic.sm90.instructions import TILE
-from pallas_kernels.mosaic.sm90.row_halves import THREADS_OF_ROW
+from pallas_kernels.mosaic.sm90.online_softmax import THREADS_OF_ROW
 from pallas_kernels.softmax import MARGIN
 
 
@@ -81,7 +81,7 @@ def _add_part(total, x, half):
     return jnp.where(_of_half(x, half), total + x.sum(1) / THREADS_OF_ROW, total)
 
 
-MODULES = [x.__name__ for x in (dropping, fragments, row_halves, row_intervals, row_maximum)]
+MODULES = [x.__name__ for x in (fragments, online_softmax, row_intervals)]
 # By the name of the function for the GPU. The threads of a row have equal parts of its sum.
 RULES = {
     "_exp2_of_first": functools.partial(_exp2_of_half, half=0),

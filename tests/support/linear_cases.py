@@ -137,6 +137,7 @@ def _recurrence(q, k, v, log_decay, beta, start, begins, valid, scale):
     groups = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(x, groups, axis=2) for x in (q, k))
 
+    @jax.checkpoint  # Of each token the state alone is kept.
     def step(state, token):
         q, k, v, log_decay, beta, begins, valid = token
         decay = jnp.where(begins[:, None], 0, jnp.exp(log_decay))[..., None, None]

@@ -14,7 +14,7 @@ import numpy as np
 from cases import MASKS, key_ranges, packed_segments, value_dim
 
 from burst_jax import positions
-from burst_jax.layouts.permutation import run_in_blocks
+from burst_jax.layouts.parse import parse_layout
 from pallas_kernels import AttentionSpec, BlockMask, Dropout, Mask, QuerySide, Score
 from pallas_kernels.score import sink_gradient
 
@@ -66,10 +66,10 @@ class Inputs:
         """Of dense attention over the keys of all shards."""
         return dense.reference(*self.cotangents, **self._dense_call)
 
-    @functools.cached_property
-    def largest_errors(self) -> list[np.ndarray]:
+    def largest_errors(self, dq_in_fixed_point: bool = False) -> list[np.ndarray]:
         """What rounding can change in each element of the reference's truth."""
-        return dense.largest_errors(*self.cotangents, **self._dense_call)
+        call = self._dense_call | {"dq_in_fixed_point": dq_in_fixed_point}
+        return dense.largest_errors(*self.cotangents, **call)
 
     @property
     def _dense_call(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def block_mask(rng, case, t, s):
     shape = (SHARDS * length // size for length, size in zip((t, s), sizes, strict=True))
     table = rng.random((heads, *shape)) < 0.5
     runs = (
-        run_in_blocks(case["order"], length, SHARDS, size)
+        parse_layout(case["order"]).run_in_blocks(length, SHARDS, size)
         for length, size in zip((t, s), sizes, strict=True)
     )
     return BlockMask(table, *sizes, *runs)

@@ -161,7 +161,8 @@ def use_checkpoints(folder: Path, process: int) -> dict:
         for step in (6, 7):
             checkpoints.save(step, state, {"step": step})
     barrier("process 0 has removed old ones")
-    return seen | {"there": sorted(path.name for path in checkpoints.folder.iterdir())}
+    there = {path.name for path in checkpoints.folder.iterdir()} - {".checkpoints.lock"}
+    return seen | {"there": sorted(there)}
 
 
 def fill_the_disk(folder: Path, process: int) -> None:

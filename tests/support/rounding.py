@@ -65,8 +65,10 @@ def largest_errors(run: Passes, dtype: Any) -> list[np.ndarray]:
     """
     info = jnp.finfo(dtype)
     unit = float(info.eps) / 2
-    # Half of the smallest step: numbers below the smallest normal one lose relative accuracy.
-    floor = float(info.smallest_subnormal) / 2 if dtype == jnp.float16 else 0.0
+    # Numbers below the smallest normal one lose relative accuracy: half of the smallest step in
+    # float16. GPUs flush those of float32, whose range bfloat16 has, to 0.
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    floor = float(info.smallest_subnormal) / 2 if dtype == jnp.float16 else tiny
     q, k, v, do = (np.abs(x) for x in (run.q, run.k, run.v, run.do))
     out, lse, dq, dk, dv, *numbers = map(np.abs, run.results)
     # Of the logits before and after what is added to them or bends them.
@@ -97,11 +99,27 @@ def largest_errors(run: Passes, dtype: Any) -> list[np.ndarray]:
         run.of_keys(dv_error.swapaxes(2, 3) @ do) + unit * dv + floor,
     ]
     if len(numbers) > (run.sinks is not None):
-        error = dlogits_error + unit * dlogits
+        error = dlogits_error + unit * dlogits + tiny
         bounds.append((error * np.abs(run.distance)).sum((0, 2, 3)))
     if run.sinks is not None:
         # Every query has a finite lse then.
         weight = np.exp(run.sinks - run.results[1].swapaxes(1, 2)[..., None])
         error = delta_error + of_weight * np.abs(run.delta)
-        bounds.append((weight * error).sum((0, 2, 3)))
+        flushed = tiny * (1 + np.abs(run.delta))
+        bounds.append((weight * error + flushed).sum((0, 2, 3)))
     return [_MARGIN * bound for bound in bounds]
+
+
+def fixed_point_error(run: Passes) -> np.ndarray:
+    """``[B, T, N, 1]``: what the rounding of dQ's parts to integers can change, on top.
+
+    dQ is a multiple of 2^-30 times the largest dQ that the norms of dO, K and V allow a query, of
+    all keys. Each tile of keys adds a part that is rounded; the smallest tiles have 32 keys.
+    """
+    of_keys = np.abs(run.k).max(-1)
+    of_pairs = (of_keys * np.linalg.norm(run.v, axis=-1)).max(-1)[:, :, None, None]
+    largest = np.linalg.norm(run.do, axis=-1, keepdims=True) * of_pairs * np.max(run.factors)
+    largest = largest + np.abs(run.delta) * of_keys.max(-1)[:, :, None, None]
+    parts = -(-run.k.shape[2] // 32)
+    step = largest / abs(run.divisor) * 2.0**-30
+    return _MARGIN * (parts / 2 * step).swapaxes(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pallas_kernels import mosaic_sm90
+from pallas_kernels.mosaic.sm90 import backward_forms as forms
 from pallas_kernels.mosaic.sm90.configs import MosaicConfig
 
 CLUSTERS = mosaic_sm90(MosaicConfig(128, 64, 2, cluster=2), MosaicConfig(64, 128, 2))
@@ -27,19 +28,24 @@ SHARED_LARGE = mosaic_sm90(
 LATENT, WIDE_DETERMINISTIC = (
     mosaic_sm90(
         MosaicConfig(128, forward, 2, split_softmax=forward == 128),
-        MosaicConfig(64, keys, 2, wide=True),
+        MosaicConfig(64, form.block_kv, 2, form=form),
         deterministic,
     )
-    for forward, keys, deterministic in ((128, 128, False), (112, 64, True))
+    for forward, form, deterministic in (
+        (128, forms.OWN_KEYS, False),
+        (112, forms.SHARED_KEYS, True),
+    )
 )
 # The largest forward tiles of such heads, and a backward that supports all terms of the scores.
 WIDE = mosaic_sm90(
-    MosaicConfig(128, 112, 2, split_softmax=True), MosaicConfig(64, 64, 2, wide=True)
+    MosaicConfig(128, 112, 2, split_softmax=True), MosaicConfig(64, 64, 2, form=forms.SHARED_KEYS)
 )
 # One consumer accumulates dV, the other dK.
 SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
     mosaic_sm90(
-        MosaicConfig(128, 112, 2), MosaicConfig(64, 96, 2, do_stages=1, wide=True), deterministic
+        MosaicConfig(128, 112, 2),
+        MosaicConfig(64, 96, 2, do_stages=1, form=forms.SPLIT),
+        deterministic,
     )
     for deterministic in (False, True)
 )
@@ -47,9 +53,9 @@ SPLIT_GRADIENTS, SPLIT_DETERMINISTIC = (
 LATENT_SHARED, WIDE_SHARED = (
     mosaic_sm90(
         MosaicConfig(128, keys, 2, producer_warpgroup=False),
-        MosaicConfig(64, backward_keys, 2, wide=True, producer_warpgroup=False),
+        MosaicConfig(64, form.block_kv, 2, form=form, producer_warpgroup=False),
     )
-    for keys, backward_keys in ((128, 128), (96, 64))
+    for keys, form in ((128, forms.OWN_KEYS), (96, forms.SHARED_KEYS))
 )
 # dQ in fixed point, with a producer warpgroup and without.
 DETERMINISTIC, SHARED_DETERMINISTIC = (

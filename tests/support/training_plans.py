@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import burst_jax
 from burst_jax.models import DecoderConfig
 from burst_jax.plan import GPUS
-from burst_jax.plan.__main__ import config_of
+from burst_jax.plan.presets import config_of
 
 TINY = DecoderConfig(
     vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,

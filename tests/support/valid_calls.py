@@ -333,11 +333,12 @@ def _placed(program: Program, name: str, x: Any) -> Any:
         return x
     for axis, letter in enumerate(_letters(name, np.ndim(x))):
         x = np.take(x, order_of(program, letter), axis) if letter in "TS" else x
+    x = np.asarray(x)
     if program.placed == "numpy":
-        return np.asarray(x)
-    x = jnp.asarray(np.asarray(x))
-    if program.placed == "jax":
         return x
+    if program.placed == "jax":
+        return jnp.asarray(x)
+    # Of NumPy's arrays: to split one of JAX's is a program of its own, compiled for every shape.
     return jax.device_put(x, jax.NamedSharding(program.mesh, needed_spec(program, name, x.ndim)))
 
 

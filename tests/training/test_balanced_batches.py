@@ -11,12 +11,8 @@ import pytest
 from flax import nnx
 from meshes import mesh_of
 
-from burst_jax.layouts import work_report
-from burst_jax.layouts.work import MIN_SHARD
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
-    RunLog,
-    WorkLog,
     balanced_layout,
     make_batch,
     next_token_loss,
@@ -95,46 +91,13 @@ def test_a_decoder_computes_what_one_device_does():
         assert np.linalg.norm(own - of_one) < 1e-5 * np.linalg.norm(of_one)
 
 
-def test_the_log_has_the_share_of_ideal_and_one_hint(tmp_path, capsys):
-    n, length = 4, 4 * MIN_SHARD
-    segment_ids = np.repeat(np.arange(1, n + 1, dtype=np.int32), length // n)[None]
-    segment_ids = np.append(segment_ids, [[n]], 1)
-    options: Any = {"num_shards": n, "segment_ids": segment_ids}
-    zigzag, balanced = (
-        make_batch(np.ones_like(segment_ids), layout=layout, **options)
-        for layout in ("zigzag", "balanced:0")
-    )
-    work_log = WorkLog(n)
-    share = work_log(zigzag, "zigzag")["share_of_ideal"]
-    expected = work_report(segment_ids[:, :-1], "zigzag", n).share_of_ideal
-    assert share == pytest.approx(expected)
-    hint = capsys.readouterr().err
-    assert f"the ring's slowest device reaches {share:.0%} of ideal attention with the zigz" in hint
-    assert "and 100% with a balanced one: use burst_jax.training.balanced_layout, or a scr" in hint
-    work_log(zigzag, "zigzag")
-    with RunLog(tmp_path, 1, tokens_per_step=1, flops_per_step=1, peak=None) as log:
-        numbers = work_log(balanced, "balanced:0")
-        assert numbers == {"share_of_ideal": 1}
-        log.step(1, {"loss": 1.0, "grad_norm": 1.0} | numbers)
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "attention 100% of ideal" in printed.out
-    # No ring, no documents, shards that are too short for a share to mean something, and a document
-    # that no layout makes faster.
-    one: Any = make_batch(np.ones((1, length + 1), int), layout="zigzag", num_shards=n)
-    arrays: Any = zigzag
-    short: Any = {name: x if x is None else x[:, :-8] for name, x in arrays.items()}
-    assert WorkLog(1)(zigzag, "zigzag") == WorkLog(n)(one, "zigzag") == {}
-    assert WorkLog(n)(short, "zigzag") == {}
-    WorkLog(n)(one | {"segment_ids": np.ones((1, length), np.int32)}, "zigzag")
-    assert capsys.readouterr().err == ""
-
-
 def test_mistakes_raise():
     def make(**options):
         return make_batch(ROWS, num_shards=4, segment_ids=SEGMENTS, **options)
 
-    with pytest.raises(ValueError, match="layout is 'balanced', without the size of its ring zone"):
+    with pytest.raises(
+        ValueError, match="layout is 'balanced', without the size of its gathered zone"
+    ):
         make(layout="balanced")
     with pytest.raises(
         ValueError,

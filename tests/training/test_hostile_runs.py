@@ -1,4 +1,4 @@
-"""Hostile records, loader states and run logs: an answer, or an error that names the file and the
+"""Hostile records and loader states: an answer, or an error that names the file and the
 key, within a second; nothing outside of the given folders changes."""
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from burst_jax.data import merge_states, open_corpus
 from burst_jax.json_files import parse
 from burst_jax.training import Checkpoints
 from burst_jax.training.checkpoint_files import read_record
-from burst_jax.training.run_log import cut_metrics
 
 X = {"x": jnp.ones(8)}
 ALL = frozenset(VALUES)
@@ -138,22 +137,3 @@ def test_states_of_a_loader(tmp_path, packing):
         )  # fmt: skip
         loader.set_state(valid)
         assert (next(loader)["rows"] == after).all()
-
-
-def test_run_logs(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    valid = {"step": 2, "loss": 2.0, "grad_norm": 1.0}
-    cases = [*json_cases(valid, dict.fromkeys(valid, ())), *text_cases(json.dumps(valid).encode())]
-
-    def results():
-        for case in cases:
-            path.write_bytes(b'{"step": 1, "loss": 3.0}\n' + case.content + b'\n{"step": 3}\n')
-            yield check(case.name, partial(cut_metrics, path, 5))
-            kept = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-            assert {1, 3} <= set(kept), case.name
-        with special_files(path) as names:
-            for name in names:
-                rejected = name not in ("loop of links", "broken link")
-                yield check(name, partial(cut_metrics, path, 5), (str(path),), rejected=rejected)
-
-    check_all(results(), at_least=90)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import pytest
 import train_lm
 from data_files import write_words
+from run_log import RunLog, read_metrics
 
-from burst_jax.training import Checkpoints, RunLog
-from burst_jax.training.run_log import read_metrics
+from burst_jax.training import Checkpoints
 
 EVERY = 3  # Steps between two checkpoints.
 TINY = (

@@ -9,39 +9,30 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from hostile import unchanged
 
-from burst_jax.training import Checkpoints, RunLog, lock
-from burst_jax.training.lock import FileLock
+from burst_jax.training import CheckpointError, Checkpoints, checkpoint_files
 
 X = {"x": jnp.ones(8)}
-# The module needs nothing but the standard library, so this process starts at once.
 HOLD = """
-import importlib.util, sys, time
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("lock", sys.argv[1])
-lock = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lock)
-held = lock.FileLock(Path(sys.argv[2]), "it")
+import sys, time
+from burst_jax.training import Checkpoints
+held = Checkpoints(sys.argv[1])
+held.lock()
 print("locked", flush=True)
 time.sleep(600)
 """
 
 
-def log(out: Path, **options: Any) -> RunLog:
-    return RunLog(out, 3, tokens_per_step=8, flops_per_step=1.0, peak=None, **options)
-
-
 @contextmanager
-def held_elsewhere(path: Path):
-    """Another process that has locked ``path``."""
-    path.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", HOLD, str(lock.__file__), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def held_elsewhere(folder: Path):
+    """Another process that has locked a checkpoint folder."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "locked\n"
@@ -51,90 +42,48 @@ def held_elsewhere(path: Path):
 
 
 def test_a_second_run_raises_and_takes_over_what_a_killed_one_left(tmp_path):
-    folder, out = tmp_path / "run", tmp_path / "out"
-    with (
-        held_elsewhere(folder / ".checkpoints.lock") as process,
-        held_elsewhere(out / ".metrics.lock") as other,
-    ):
-        owner = rf"is being written by another run: process {process.pid} on \S+, since \d+-.*Wait"
+    folder = tmp_path / "run"
+    with held_elsewhere(folder) as process:
+        owner = rf"run is being written by process {process.pid} on \S+, since \d+-.*: close that"
         first = Checkpoints(folder)
         for call in (first.lock, lambda: first.save(1, X)):
-            with pytest.raises(ValueError, match=f"{folder} {owner}"):
+            with pytest.raises(ValueError, match=owner):
                 call()
         assert first.restore(X) is None  # Any number of processes may read.
-        with pytest.raises(ValueError, match=f"metrics.jsonl in {out} is .*process {other.pid} on"):
-            log(out)
-        assert [path.name for path in out.iterdir()] == [".metrics.lock"]
         process.kill()
         process.wait()
-        other.kill()
-        other.wait()
         assert (folder / ".checkpoints.lock").read_text()  # What SIGKILL leaves.
-        with first, log(out):
+        with first:
             first.lock()
             first.save(1, X)
             # A second one in this process is found, too.
-            with pytest.raises(ValueError, match="run is being written by this process already"):
+            with pytest.raises(ValueError, match=rf"being written by process {os.getpid()} on"):
                 Checkpoints(folder).save(2, X)
-            with pytest.raises(ValueError, match="out is being written by this process already"):
-                log(out)
-    assert sorted(path.name for path in (*folder.iterdir(), *out.iterdir())) == [
-        "1",
-        "metrics.jsonl",
-    ]
     with Checkpoints(folder) as second:
         second.save(2, X)
+    assert second.latest() == 2
 
 
-def test_locks_end_with_their_owner_only(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "lock"
-    held = FileLock(path, "it")
-    monkeypatch.setattr(os, "getpid", lambda: 0)  # As in a forked process.
-    held.release()
-    monkeypatch.undo()
-    assert path.exists()
-    held = FileLock(tmp_path / "other", "it")
-    (tmp_path / "other").unlink()  # Somebody removes it: the next owner makes another one.
-    again = FileLock(tmp_path / "other", "it")
-    held.release()
-    assert (tmp_path / "other").exists()
-    again.release()
-    assert not (tmp_path / "other").exists()
-    del again
-    dropped = FileLock(path.with_name("dropped"), "it")
-    del dropped  # Without a release: with its object.
-    FileLock(path.with_name("dropped"), "it").release()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no regular file: remove it"):
-        FileLock(tmp_path / "pipe", "it")
-
+def test_file_systems_without_locks_are_reported(tmp_path, monkeypatch, capsys):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", unsupported)
-    FileLock(tmp_path / "lustre", "out").release()
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with Checkpoints(tmp_path) as writer:
+        writer.lock()
     assert capsys.readouterr().err == (
-        f"{tmp_path / 'lustre'} cannot be locked on this file system (No locks available): two "
-        "runs that write out at the same time would not notice each other\n"
+        f"{tmp_path / '.checkpoints.lock'} cannot be locked on this file system (No locks "
+        f"available): two runs that write {tmp_path} at the same time would not notice each other\n"
     )
 
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
 
-def test_a_file_that_its_last_owner_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Two runs would hold locks, one on a file that nobody finds any more."""
-    path, lockf, calls = tmp_path / "lock", fcntl.lockf, []
-
-    def late(descriptor, operation):
-        if not calls:  # Between opening and locking, the owner ends and a third run starts.
-            path.unlink()
-            path.touch()
-        calls.append(operation)
-        lockf(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    held = FileLock(path, "it")
-    assert path.read_text().startswith(f"process {os.getpid()} on ")
-    held.release()
-    assert not path.exists()
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        Checkpoints(tmp_path).lock()
+    with pytest.raises(CheckpointError, match=r"checkpoint 1 could not .*Input/output error"):
+        Checkpoints(tmp_path).save(1, X)
 
 
 def test_folders_of_others_are_neither_steps_nor_removed_nor_renamed(tmp_path):
@@ -176,7 +125,7 @@ def test_folders_of_others_are_neither_steps_nor_removed_nor_renamed(tmp_path):
         (folder / "2" / "manifest.ocdbt").write_text("damaged")
         checkpoints.save(3, X)
         checkpoints.wait()
-        assert [path.name for path in (folder / "2").iterdir()] == ["notes.txt"]
+        assert not (folder / "2").exists()
         assert checkpoints.latest() == 3
         for taken in (5, 8):
             with pytest.raises(ValueError, match=rf"step is {taken}: .*/{taken} exists and is"):
@@ -214,3 +163,40 @@ def test_a_refused_checkpoint_overwrites_nothing(tmp_path):
         assert restored.step == 1
         checkpoints.save(2, X)
     assert (tmp_path / "2.refused.1" / "manifest.ocdbt").read_text() == "damaged"
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_an_error_with_the_last_good_one(
+    tmp_path, monkeypatch
+):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, X)
+        checkpoints.wait()
+        (tmp_path / "2" / "manifest.ocdbt").write_text("damaged")
+        checkpoints.restore(X)
+
+        def denied(*_):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(Path, "rename", denied)
+        message = "checkpoint 3 could not be written to .*Permission denied; the last good one is 2"
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.save(3, X)
+
+
+def test_an_interrupted_removal_is_completed_by_the_next(tmp_path, monkeypatch):
+    """And leaves nothing under the name of a step."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, X)
+        with monkeypatch.context() as killed:
+
+            def interrupted(folder):
+                raise OSError(errno.EIO, "Input/output error")
+
+            killed.setattr(checkpoint_files.shutil, "rmtree", interrupted)
+            checkpoints.save(2, X)
+            checkpoints.wait()
+        assert (tmp_path / ".checkpoints.removed" / "1" / "record.json").exists()
+        assert not (tmp_path / "1").exists()
+        checkpoints.save(3, X)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".checkpoints.lock", "3"]

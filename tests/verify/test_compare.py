@@ -18,6 +18,7 @@ from own_model import make_loss_of, packed, packed_rows, parameters
 
 import burst_jax
 from burst_jax import to_layout, verify
+from burst_jax.layouts import Zigzag
 from burst_jax.layouts.documents import place_documents
 from burst_jax.training import make_batch
 from burst_jax.verify import batch as batches
@@ -190,9 +191,10 @@ def test_a_loader_that_permutes():
     remedy = "pass layout='zigzag' and num_shards=2, its arguments, to make_batch or to_layout"
     where = "batch('zigzag', 2) returns arrays in"
     assert problem == f"{where} the zigzag layout over 4 shards: {remedy}"
-    sizes = batches.sizes_of(packed(), 2, "zigzag")
-    wanted = batches.in_layout(packed(), sizes, batches.index_of("zigzag", sizes, 2))
-    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, "zigzag", 2, set())
+    sizes = batches.sizes_of(packed(), 2, Zigzag())
+    batch, index = batches.ordered(packed(), sizes, Zigzag(), 2, set())
+    wanted = batches.in_layout(batch, sizes, index)
+    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, Zigzag(), 2, set())
     assert problem == f"{where} natural order: {remedy}"
 
 
@@ -292,7 +294,7 @@ def tuple_loss(mesh, layout):
         ),
         (
             {"layout": "balanced:0", "batch": packed() | {"segment_ids": np.ones((2, 64), int)}},
-            "layout is 'balanced:0', of other documents than those of batch: .*; use zone=",
+            "layout is 'balanced:0', of other documents than these: .*; use zone=",
         ),
         (
             {"layout": "balanced:0", "batch": packed() | {"table": np.ones(64)}},

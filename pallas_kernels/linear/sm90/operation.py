@@ -6,17 +6,20 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arrays import unvary, vary, varying_axes
+from pallas_kernels.backend import needs_gpu
+from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import (
     BETA,
     CHUNK,
     HEAD_DIM,
     INTO,
-    Tokens,
     chunk_vectors,
     cumulative_sum,
     cut,
@@ -29,26 +32,6 @@ from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
 
 
-class Inputs(NamedTuple):
-    """The arrays.
-
-    Attributes:
-      q: bfloat16 ``[B, T, K, 128]``.
-      k: the same; rows have norm 1.
-      v: bfloat16 ``[B, T, N, 128]``; N is a multiple of K.
-      log_decay: ``[B, T, N]``, at most 0.
-      beta: ``[B, T, N]``, between 0 and 2.
-      tokens: documents and padding; None without them.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
-    tokens: Tokens | None = None
-
-
 class Prepared(NamedTuple):
     """What all passes need of every chunk.
 
@@ -59,17 +42,6 @@ class Prepared(NamedTuple):
 
     vectors: jax.Array
     x: jax.Array
-
-
-class Gradients(NamedTuple):
-    """Gradients of the inputs and of the first state; those of log_decay and beta in float32."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
-    start: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -125,13 +97,10 @@ def forward(
     return o, _transposed(last)
 
 
-def affine(inputs: Inputs, prepared: Prepared) -> tuple[jax.Array, jax.Array]:
-    """(M, U): with the state S before these tokens, that after them is ``M S + U``."""
-    batch, _, heads, _ = inputs.v.shape
-    start = jnp.concatenate(
-        [jnp.zeros((HEAD_DIM, HEAD_DIM), jnp.float32), jnp.eye(HEAD_DIM, dtype=jnp.float32)]
-    )
-    start = jnp.broadcast_to(start, (batch, heads, *start.shape))
+def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
+    identity = jnp.broadcast_to(jnp.eye(HEAD_DIM, dtype=jnp.float32), start.shape)
+    start = jnp.concatenate([_transposed(start), identity], axis=2)
     given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return _transposed(last[:, :, HEAD_DIM:]), _transposed(last[:, :, :HEAD_DIM])
@@ -227,3 +196,46 @@ def _sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
         return x
     grouped = x.reshape(batch, length, key_heads, heads // key_heads, dim)
     return grouped.astype(jnp.float32).sum(3).astype(x.dtype)
+
+
+def _unavailable(platform: str, compute_capability: float | None) -> str | None:
+    if platform != "gpu" or compute_capability != 9.0:
+        return needs_gpu("compute capability 9.0 (Hopper)", platform, compute_capability)
+    return None
+
+
+def _unsupported(inputs: Inputs) -> str | None:
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    if dims != (HEAD_DIM, HEAD_DIM):
+        return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
+    if inputs.q.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
+    return None
+
+
+def _unmarked[Results](function: Callable[..., Results]) -> Callable[..., Results]:
+    """``function`` of arrays that vary over mesh axes.
+
+    A kernel's loop may carry both what it has loaded, which would be marked, and what it computes
+    by thread, which would not.
+    """
+
+    def run(*arrays: Any) -> Results:
+        return vary(function(*jax.tree.map(unvary, arrays)), varying_axes(arrays))
+
+    return run
+
+
+MOSAIC_SM90 = Implementation(
+    name="mosaic_sm90",
+    prepare=_unmarked(prepare),
+    forward=_unmarked(forward),
+    affine=_unmarked(affine),
+    keep=lambda prepared: prepared,
+    restore=lambda inputs, kept: kept,
+    first_gradient=_unmarked(first_state_gradient),
+    backward=_unmarked(backward),
+    multiple=CHUNK,
+    unsupported=_unsupported,
+    unavailable=_unavailable,
+)

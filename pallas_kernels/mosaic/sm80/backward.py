@@ -49,7 +49,7 @@ from pallas_kernels.mosaic.sm80.dq import backward_static
 from pallas_kernels.mosaic.sm80.inputs import (
     BackwardArrays,
     BackwardResults,
-    Static,
+    Sm80Static,
     attention_arrays,
     rows_of_heads,
     stats_by_tile,
@@ -129,7 +129,7 @@ def backward_bounds(
 
 
 def _dkv_results(
-    static: Static[BackwardConfig], dkv: Dkv | None, dtype: DTypeLike
+    static: Sm80Static[BackwardConfig], dkv: Dkv | None, dtype: DTypeLike
 ) -> tuple[Any, Any]:
     """The given dK and dV, to be added to, or the shapes and dtypes of new ones."""
     length = static.padded_kv_length
@@ -142,7 +142,7 @@ def _dkv_results(
     return dk, dv
 
 
-def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:
+def _memory(static: Sm80Static[BackwardConfig]) -> dict[str, Any]:
     """Shared memory of a CTA."""
     config, dtype = static.config, static.dtype
     stages, keys = config.stages, config.keys
@@ -159,7 +159,7 @@ def _memory(static: Static[BackwardConfig]) -> dict[str, Any]:
 
 
 def _kernel(
-    static: Static[BackwardConfig],
+    static: Sm80Static[BackwardConfig],
     adds_dkv: bool,
     arrays: BackwardArrays,
     results: BackwardResults,
@@ -224,7 +224,7 @@ class _Cta(NamedTuple):
       tiles: query tiles to visit.
     """
 
-    static: Static[BackwardConfig]
+    static: Sm80Static[BackwardConfig]
     arrays: BackwardArrays
     results: BackwardResults
     memory: Any
@@ -238,7 +238,7 @@ class _Cta(NamedTuple):
     @classmethod
     def of(
         cls,
-        static: Static[BackwardConfig],
+        static: Sm80Static[BackwardConfig],
         arrays: BackwardArrays,
         results: BackwardResults,
         memory: Any,

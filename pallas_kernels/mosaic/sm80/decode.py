@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.fragments import i32, swizzle_lanes, tanh
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS, WIDEST_HEAD_DIM, shared_memory_of
+from pallas_kernels.mosaic.sm80.implementation import needs_ampere
 from pallas_kernels.mosaic.sm80.online_softmax import OnlineSoftmax
 from pallas_kernels.score import LOG2_E, Score
 
@@ -112,27 +113,27 @@ def default_splits(ctas: int, sms: int) -> int:
     return best
 
 
+# Where :func:`partial_attention` can run.
+unavailable = needs_ampere
+
+
 def unsupported(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    platform: str,
-    compute_capability: float | None,
+    query: jax.Array, keys: jax.Array, values: jax.Array, compute_capability: float
 ) -> str | None:
-    """Why :func:`partial_attention` cannot run these arrays there, or None if it can."""
-    if platform != "gpu" or compute_capability is None or compute_capability < 8.0:
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, not {platform!r}"
+    """Why :func:`partial_attention` cannot run these arrays, or None if it can."""
     dtypes = {query.dtype, keys.dtype, values.dtype}
     if len(dtypes) > 1 or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return "query, key and value must be all bfloat16 or all float16"
+        given = f"query is {query.dtype}, key {keys.dtype} and value {values.dtype}"
+        return f"{given}; decoding supports all bfloat16 or all float16: cast them"
     dims = query.shape[-1], values.shape[-1]
     if any(dim % 16 or dim > WIDEST_HEAD_DIM for dim in dims):
-        return f"the head dims are {dims}; it supports multiples of 16 up to {WIDEST_HEAD_DIM}"
+        supported = f"multiples of 16 up to {WIDEST_HEAD_DIM}"
+        return f"the head dims are {dims}; decoding supports {supported}: use such head dims"
     rows = query.shape[1] * query.shape[2] // keys.shape[2]
     needed = decode_config(rows, *dims).shared_memory(*dims)
     available = shared_memory_of(compute_capability)
     if needed > available:
-        return f"it needs {needed} bytes of shared memory, and the GPU has {available}"
+        return f"decoding needs {needed} bytes of shared memory per CTA; this GPU has {available}"
     return None
 
 
@@ -173,7 +174,7 @@ class DecodeResults(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class DecodeStatic:
     """Static parameters of a call.
 
     Attributes:
@@ -253,7 +254,7 @@ def partial_attention(
     row_blocks = -(-count // config.rows)
     if splits is None:
         splits = default_splits(batch * kv_heads * row_blocks, num_sms())
-    static = _Static(
+    static = DecodeStatic(
         config, Score(scale, logits_soft_cap), window, capacity, row_blocks, dim, value_dim,
         jnp.dtype(keys.dtype), splits,
     )  # fmt: skip
@@ -312,7 +313,7 @@ def _for_each_group(x: jax.Array, config: DecodeConfig) -> jax.Array:
     return x.reshape(*lead, config.fragment_rows, lanes)
 
 
-def _memory(static: _Static) -> dict[str, Any]:
+def _memory(static: DecodeStatic) -> dict[str, Any]:
     config = static.config
     tile = config.stages, config.block_kv
     memory = {
@@ -327,7 +328,9 @@ def _memory(static: _Static) -> dict[str, Any]:
     return memory
 
 
-def _kernel(static: _Static, arrays: DecodeArrays, results: DecodeResults, memory: Any) -> None:
+def _kernel(
+    static: DecodeStatic, arrays: DecodeArrays, results: DecodeResults, memory: Any
+) -> None:
     """One CTA."""
     batch, head, split = (lax.axis_index(name) for name in ("batch", "heads", "splits"))
     cta = _Cta(static, arrays, memory, batch, head, instructions.Fragments.of(static.dtype, WARPS))
@@ -378,7 +381,7 @@ class _Cta(NamedTuple):
       fragments: register layouts.
     """
 
-    static: _Static
+    static: DecodeStatic
     arrays: DecodeArrays
     memory: Any
     batch: Any

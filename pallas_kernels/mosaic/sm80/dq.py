@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.sm80.configs import (
     BackwardConfig,
     backward_config,
 )
-from pallas_kernels.mosaic.sm80.inputs import Static
+from pallas_kernels.mosaic.sm80.inputs import Sm80Static
 from pallas_kernels.spec import AttentionSpec
 
 _THREADS = 32 * WARPS
@@ -36,10 +36,10 @@ def backward_static(
     spec: AttentionSpec,
     config: BackwardConfig | None,
     shared_memory: int,
-) -> Static[BackwardConfig]:
+) -> Sm80Static[BackwardConfig]:
     """Static parameters of the backward kernel; ``config`` None is the default one."""
     config = config or backward_config(inputs.head_dim, inputs.value_dim, shared_memory)
-    return Static.of(inputs, spec, config)
+    return Sm80Static.of(inputs, spec, config)
 
 
 def zeros(

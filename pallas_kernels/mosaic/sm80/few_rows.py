@@ -18,16 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Target, num_sms
+from pallas_kernels.device import num_sms
+from pallas_kernels.grouped_products import Slots, unsupported_operand
 from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import MMA_ROWS, WARPS
+from pallas_kernels.mosaic.sm80.implementation import needs_ampere
 
 # The most rows: accumulators of more would leave the compiler too few registers.
 MOST_ROWS = 64
-# K and N must be multiples of it: the width of a swizzled tile.
-_LANES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +47,6 @@ class FewRowsConfig:
     ctas_per_sm: int = 2
 
 
-class Slots(NamedTuple):
-    """The matrices that rows are multiplied by.
-
-    Attributes:
-      matrices: int32 ``[U]``, the index of each one.
-      count: int32 ``[1]``, how many of these are used; the others come last.
-    """
-
-    matrices: jax.Array
-    count: jax.Array
-
-
 class _Inputs(NamedTuple):
     """What the kernel reads.
 
@@ -74,7 +62,7 @@ class _Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class FewRowsStatic:
     """Static parameters.
 
     Attributes:
@@ -94,12 +82,15 @@ class _Static:
     dtype: Any
 
 
-def supported(target: Target, rows: int, weights: jax.Array) -> bool:
-    """Whether :func:`few_rows_product` can run so many rows, with these weights, there."""
-    if target.platform != "gpu" or (target.compute_capability or 0) < 8.0:
-        return False
-    whole = all(dim and not dim % _LANES for dim in weights.shape[1:])
-    return whole and rows <= MOST_ROWS and weights.dtype in (jnp.bfloat16, jnp.float16)
+# Where :func:`few_rows_product` can run.
+unavailable = needs_ampere
+
+
+def unsupported(rows: int, weights: jax.Array) -> str | None:
+    """Why :func:`few_rows_product` cannot run so many rows, with these weights, or None."""
+    if rows > MOST_ROWS:
+        return f"there are {rows} rows; it supports {MOST_ROWS} at most"
+    return unsupported_operand("weights", weights)
 
 
 def few_rows_product(
@@ -136,7 +127,7 @@ def few_rows_product(
         most = count * slot_steps // config.stages
         splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
     padded = -(-rows // MMA_ROWS) * MMA_ROWS
-    static = _Static(
+    static = FewRowsStatic(
         padded, config, slot_steps, columns // config.block_n, splits, weights[0].dtype
     )
     parts = count if splits is None else splits
@@ -158,7 +149,7 @@ def few_rows_product(
     )
 
 
-def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
+def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> None:
     """One CTA."""
     part, tile = lax.axis_index("part"), lax.axis_index("column")
     array, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
@@ -181,7 +172,13 @@ def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: Any) -> None:
 
 
 def _sum(
-    static: _Static, inputs: _Inputs, memory: Any, array: Any, column: Any, first: Any, end: Any
+    static: FewRowsStatic,
+    inputs: _Inputs,
+    memory: Any,
+    array: Any,
+    column: Any,
+    first: Any,
+    end: Any,
 ) -> jax.Array:
     """The products of some steps, added up."""
     fragments, ahead = _fragments(static), static.config.stages - 1
@@ -222,6 +219,6 @@ def _sum(
     return lax.fori_loop(first, end, add, (i32(0), zeros))[1]
 
 
-def _fragments(static: _Static) -> instructions.Fragments:
+def _fragments(static: FewRowsStatic) -> instructions.Fragments:
     """All warps are along the columns."""
     return instructions.Fragments.of(static.dtype, 1)

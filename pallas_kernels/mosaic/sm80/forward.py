@@ -31,7 +31,7 @@ from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import WARPS, ForwardConfig, forward_config
 from pallas_kernels.mosaic.sm80.inputs import (
     AttentionArrays,
-    Static,
+    Sm80Static,
     attention_arrays,
     rows_of_heads,
 )
@@ -77,7 +77,7 @@ def forward(
 ) -> Carry:
     """See :class:`pallas_kernels.backend.ForwardFunction`; ``config`` None is the default."""
     config = config or forward_config(inputs.head_dim, inputs.value_dim)
-    static = Static.of(inputs, spec, config)
+    static = Sm80Static.of(inputs, spec, config)
     out_dtype = jnp.dtype(jnp.float32 if out_dtype is None else out_dtype)
     length = static.padded_q_length
     arrays = ForwardArrays(
@@ -124,7 +124,7 @@ def forward_bounds(
 
 
 def _kernel(
-    static: Static[ForwardConfig],
+    static: Sm80Static[ForwardConfig],
     in_place: bool,
     arrays: ForwardArrays,
     results: ForwardResults,
@@ -173,7 +173,7 @@ class _Cta(NamedTuple):
       line: the affine bias of the tile (:meth:`ScoreTile.affine_bias`).
     """
 
-    static: Static[ForwardConfig]
+    static: Sm80Static[ForwardConfig]
     arrays: ForwardArrays
     results: ForwardResults
     memory: Any
@@ -188,7 +188,7 @@ class _Cta(NamedTuple):
     @classmethod
     def of(
         cls,
-        static: Static[ForwardConfig],
+        static: Sm80Static[ForwardConfig],
         arrays: ForwardArrays,
         results: ForwardResults,
         memory: Any,

@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class GroupedStatic:
     """Static parameters.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Static:
         return _Part(steps, matrix, tiles.starts[matrix], rows, written)
 
 
-def _kernel(static: _Static, inputs: Any, out: Any, memory: Any) -> None:
+def _kernel(static: GroupedStatic, inputs: Any, out: Any, memory: Any) -> None:
     """One CTA."""
     matrix, tile = lax.axis_index("matrix"), lax.axis_index("tile")
     row, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
@@ -120,7 +120,7 @@ def _kernel(static: _Static, inputs: Any, out: Any, memory: Any) -> None:
 class _Cta(NamedTuple):
     """One CTA: its operands, memory and part."""
 
-    static: _Static
+    static: GroupedStatic
     left: Any
     right: Any
     memory: Any
@@ -196,7 +196,12 @@ class _Cta(NamedTuple):
 
 
 def _run(
-    static: _Static, inputs: Any, name: str, matrices: int, row_tiles: int, shape: tuple[int, ...]
+    static: GroupedStatic,
+    inputs: Any,
+    name: str,
+    matrices: int,
+    row_tiles: int,
+    shape: tuple[int, ...],
 ) -> jax.Array:
     result: Any = jax.ShapeDtypeStruct(shape, static.dtype)
     return launch(
@@ -223,7 +228,7 @@ def product(
     x = pad_axis(x, 0, max(given, config.block_m))
     rows = x.shape[0]
     tiles = GroupTiles.of(group_sizes, rows, config.block_m)
-    static = _Static(config, groups, (rows, columns), depth, transposed, x.dtype)
+    static = GroupedStatic(config, groups, (rows, columns), depth, transposed, x.dtype)
     most = tiles.group.shape[0]
     return _run(static, (x, w, tiles), "burst_grouped", 1, most, (rows, columns))[:given]
 
@@ -236,7 +241,7 @@ def weight_gradient(
     bounds = GroupBounds.of(group_sizes, x.shape[0])
     config = config or grouped_config(*shape)
     x, dy = (pad_axis(each, 0, max(each.shape[0], config.depth)) for each in (x, dy))
-    static = _Static(config, groups, shape, None, False, x.dtype)
+    static = GroupedStatic(config, groups, shape, None, False, x.dtype)
     row_tiles = shape[0] // config.block_m
     name = "burst_grouped_gradient"
     return _run(static, (x, dy, bounds), name, groups, row_tiles, (groups, *shape))

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 from pallas_kernels.mosaic.static import KernelStatic
 
 
-class Static[Config: (ForwardConfig, BackwardConfig)](KernelStatic[Config]):
+class Sm80Static[Config: (ForwardConfig, BackwardConfig)](KernelStatic[Config]):
     """Static parameters of a call of a kernel; arrays are padded to whole tiles."""
 
     @property
@@ -84,7 +84,7 @@ class BackwardResults(NamedTuple):
     per_head: dict[str, Any]
 
 
-def attention_arrays(static: Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
+def attention_arrays(static: Sm80Static, inputs: AttentionInputs, bounds: Any) -> AttentionArrays:
     """The arrays of a call."""
     scores = ScoreInputs.of(inputs, static.spec, static.config.tiles)
     return AttentionArrays(
@@ -101,7 +101,7 @@ def rows_of_heads(x: jax.Array, length: int) -> jax.Array:
     return pad_axis(x.reshape(*x.shape[:2], -1), 1, length)
 
 
-def stats_by_tile(static: Static[BackwardConfig], inputs: AttentionInputs) -> jax.Array:
+def stats_by_tile(static: Sm80Static[BackwardConfig], inputs: AttentionInputs) -> jax.Array:
     """lse in base 2 and delta, adjacent for each query tile, so that one copy fetches both.
 
     Returns:

@@ -13,8 +13,9 @@ in register order (:func:`pallas_kernels.mosaic.sm90.instructions.add_in_registe
 heads have tiles of 64 queries. There each warpgroup computes half the lanes, which TMA adds to a
 row-major dQ. A transpose at the end, or none, makes dQ (:mod:`pallas_kernels.mosaic.sm90.dq`).
 
-A consumer's loop step is in ``backward_step.py``, those of head dims above 128, with other tiles,
-in ``wide_step.py`` and ``split_step.py``, scores and their gradients in ``backward_scores.py``,
+How the consumers share the work depends on the head dims (``backward_forms.py``). A consumer's loop
+step is in ``backward_step.py``, those of head dims above 128 in ``wide_step.py`` and
+``split_step.py``, scores and their gradients in ``backward_scores.py``,
 zeros in padding in ``padding.py``, writes to global memory in ``backward_epilogue.py``.
 """
 
@@ -46,18 +47,15 @@ from pallas_kernels.mosaic.sm90 import (
     backward_epilogue,
     backward_step,
     query_order,
-    skipped_step,
     split_step,
     wide_step,
 )
+from pallas_kernels.mosaic.sm90.backward_forms import FORMS, NARROW, SPLIT
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, read_tile_and_head
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
-    SPLIT_HEAD_DIMS,
     WARPGROUP_ROWS,
-    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
-    wide_backward_config,
 )
 from pallas_kernels.mosaic.sm90.dq import backward_static, shipped_config
 from pallas_kernels.mosaic.sm90.inputs import BackwardInputs, BackwardRefs, BackwardResults
@@ -105,18 +103,18 @@ def backward(
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
     keys = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
     dims = static.head_dim, static.value_dim
-    if config.wide != (max(dims) > WIDEST_NARROW_HEAD_DIM):
+    if not config.form.supports(*dims):
+        able = " or ".join(form.name for form in FORMS.values() if form.supports(*dims))
         raise ValueError(
-            f"wide is {config.wide}: with head dims {dims} the backward kernel needs "
-            f"{not config.wide}"
+            f"form is {config.form}: with head dims {dims} the backward kernel supports {able}"
         )
-    shipped = wide_backward_config(*dims).block_kv if config.wide else keys
-    splits = config.splits_gradients and dims == SPLIT_HEAD_DIMS
-    if config.block_kv != shipped and not (config.shares_keys or splits):
-        raise ValueError(f"block_kv is {config.block_kv}: the backward kernel supports {shipped}")
-    if splits:
-        _check_split(static)
-    if config.stages == 2 and not (config.wide or config.producer_warpgroup):
+    if config.block_kv != config.form.block_kv:
+        raise ValueError(
+            f"block_kv is {config.block_kv}: the backward kernel supports {config.form.block_kv}"
+        )
+    if config.form is SPLIT:
+        split_step.check(static)
+    if config.stages == 2 and not (config.form.copies_early or config.producer_warpgroup):
         raise ValueError("stages is 2: without a producer warpgroup the backward kernel needs 3")
     if config.cluster != 1:
         raise ValueError(f"cluster is {config.cluster}: the backward kernel supports 1")
@@ -181,21 +179,6 @@ def _bases_and_lse(
     return bases, jnp.stack([lse, lse - intercept])
 
 
-def _check_split(static: BackwardStatic) -> None:
-    """Raises ValueError for what :mod:`pallas_kernels.mosaic.sm90.split_step` does not compute."""
-    config = static.config
-    if (config.stages, config.do_stages) != (2, 1):
-        raise ValueError(
-            f"stages is {config.stages} and do_stages {config.do_stages}: with block_kv "
-            f"{config.block_kv} the backward kernel has memory for 2 and 1"
-        )
-    if static.needs_registers:
-        raise ValueError(
-            f"block_kv is {config.block_kv}: with a bias, dropout, a soft cap or a user function "
-            "the backward kernel supports 64"
-        )
-
-
 def backward_bounds(
     inputs: AttentionInputs,
     *,
@@ -241,7 +224,8 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
         # Keys that no query attends to add nothing, but new arrays must be written.
         run_empty = None
         if not static.adds_dkv:
-            run_empty = functools.partial(backward_epilogue.write_zeros, static, refs, warpgroup)
+            of_form = split_step if static.form is SPLIT else backward_epilogue
+            run_empty = functools.partial(of_form.write_zeros, static, refs, warpgroup)
         inline = None
         if not static.config.producer_warpgroup:
             own = static, refs, warpgroup
@@ -260,7 +244,7 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
 
 def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """One work tile of a consumer: masked steps, full steps, then the last dQ, dK and dV."""
-    if static.config.splits_gradients:
+    if static.form is SPLIT:
         split_step.run(static, refs, warpgroup, work)
         return
     consumer = Consumer.of(static, refs, warpgroup, work)
@@ -281,7 +265,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
                 producer.advance(operand, step - work.steps_before, masked)
 
     def run_steps(first, end, state, masked, by_interval=False):
-        run_step = wide_step.step if static.config.wide else backward_step.step
+        run_step = backward_step.step if static.form is NARROW else wide_step.step
         of_steps = consumer._replace(masks_by_interval=by_interval)
         step = functools.partial(run_step, of_steps, masked, functools.partial(copy_ahead, masked))
         return lax.fori_loop(first, end, step, state)
@@ -289,7 +273,7 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     first = work.steps_before
     if has_intervals is not None:
         if static.exchanges_late:
-            first, state = skipped_step.start(consumer, state)
+            first, state = backward_step.skip_first_step(consumer, state)
         # All of the keys' masked steps, or none. In one loop with the other masks, every step would
         # keep in registers whether there are intervals.
         end = jnp.where(has_intervals, masked_end, first)
@@ -298,12 +282,12 @@ def _consume(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: W
     state = run_steps(first, masked_end, state, masked=True)
     state = run_steps(masked_end, consumer.end, state, masked=False)
     dq = None
-    if static.config.wide:
-        state = wide_step.finish(consumer, state)
-    else:
+    if static.form is NARROW:
         if static.stages_dv_in_values:
             backward_epilogue.write_dv(static, refs, warpgroup, work.recompute(), state.dv)
         dq = backward_step.last_dq(consumer, lane)
+    else:
+        state = wide_step.finish(consumer, state)
     plgpu.barrier_arrive(refs.barriers.kv_free)
     kv_tile = work.recompute()
     q_tile = TileCoordinates(kv_tile.batch, state.head, state.q_tile)

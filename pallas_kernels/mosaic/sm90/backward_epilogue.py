@@ -5,8 +5,6 @@ Everything goes through shared memory, from which TMA stores it, or adds it to g
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,12 +19,12 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
-from pallas_kernels.mosaic.sm90 import dropping, instructions
+from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer, StepTile
 from pallas_kernels.mosaic.sm90.configs import BACKWARD_WARPGROUPS, WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
-from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ScratchLayout
+from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
@@ -150,10 +148,10 @@ def write_dkv(
       dk: float32, ``dk`` of the loop's state, not yet scaled unless
         :attr:`BackwardStatic.scale_in_ds`.
       dv: float32, ``dv`` of the loop's state, times the scale if
-        :func:`dropping.factors_have_scale`.
+        :attr:`BackwardStatic.dropout_has_scale`.
     """
     width = static.dkv_lanes
-    if dropping.factors_have_scale(static):
+    if static.dropout_has_scale:
         dv = dv * (1 / static.spec.score.scale)
     dk = dk if static.scale_in_ds else dk * static.spec.score.scale
     # The copy of dV then leaves another buffer.
@@ -188,65 +186,12 @@ def write_dv(
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
     """Writes dK and dV of a work tile whose keys no query attends to."""
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
-    if static.config.splits_gradients:
-        buffers = transposed_buffers(static, refs.memory)
-        for role, target in enumerate((refs.results.dv, refs.results.dk)):
-            zeros = constant((WARPGROUP_ROWS, static.config.block_kv), 0, TILE)
-            zeros = (zeros,) * (target.shape[3] // WARPGROUP_ROWS)
-            write = functools.partial(write_transposed, static, buffers[role], at, target, zeros)
-            pl.when(warpgroup == role)(write)
-        return
     buffer = ds_buffer(static, work.steps_before)
     for target, dim in zip((refs.results.dk, refs.results.dv), static.dkv_dims, strict=True):
         for first in range(0, dim, width):
             zeros = constant((WARPGROUP_ROWS, width), 0, TILE)
             _write_lanes(static, refs, warpgroup, at, buffer, target, first, zeros)
     _release_staging(static)
-
-
-def transposed_buffers(static: BackwardStatic, memory: BackwardMemory) -> tuple[Any, Any]:
-    """Shared memory of :func:`write_transposed` for dV and for dK."""
-    if static.rounds_dkv:
-        return memory.p.at[0], memory.ds.at[0, 0]
-    return memory.staging.at[2], memory.staging.at[0]
-
-
-def write_transposed(
-    static: BackwardStatic,
-    staging: Any,
-    at: TileCoordinates,
-    target: Any,
-    gradient: Sequence[jax.Array],
-) -> None:
-    """Writes a gradient of a work tile's keys, or adds it to global memory.
-
-    Args:
-      static: static parameters of the call.
-      staging: shared memory of 64 rows, which no product reads any more.
-      at: coordinates of the KV tile.
-      target: dK or dV.
-      gradient: float32 ``[64, keys]`` each, by lanes; scaled.
-    """
-    parts = [x.astype(static.dkv_dtype) for x in gradient]
-    if static.written_dkv_dtype != static.dkv_dtype:
-        parts = [lax.bitcast_convert_type(x, static.written_dkv_dtype) for x in parts]
-    width, count = staging.shape[1], static.config.block_kv
-    for lane in range(0, target.shape[3], width):
-        for key in range(0, count, WARPGROUP_ROWS):
-            keys = min(WARPGROUP_ROWS, count - key)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for index, part in enumerate(parts):
-                first = index * WARPGROUP_ROWS - lane
-                if -WARPGROUP_ROWS < first < width:
-                    part = part[:, key : key + keys]
-                    instructions.store_transposed(staging.at[:keys], part, first)
-            plgpu.commit_smem()
-            start = at.tile * static.config.block_kv + key
-            plgpu.copy_smem_to_gmem(
-                staging.at[:keys],
-                target.at[at.batch, pl.ds(start, keys), at.head, pl.ds(lane, width)],
-                reduction_op="add" if static.adds_dkv else None,
-            )
 
 
 def _release_staging(static: BackwardStatic) -> None:
@@ -288,8 +233,8 @@ def _write_lanes(
         part = lax.bitcast_convert_type(part, static.written_dkv_dtype)
     staging[...] = part
     plgpu.commit_smem()
-    if static.config.shares_keys:
-        first = optimization_barrier(warpgroup) * (target.shape[3] // BACKWARD_WARPGROUPS) + first
+    if static.form.dkv_parts > 1:
+        first = optimization_barrier(warpgroup) * (target.shape[3] // static.form.dkv_parts) + first
     plgpu.copy_smem_to_gmem(
         staging,
         target.at[at.batch, keys, at.head, pl.ds(first, width)],

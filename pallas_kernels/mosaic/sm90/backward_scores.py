@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.score_inputs import (
     TokenArrays,
 )
 from pallas_kernels.mosaic.scores import RowValues, ScoreTile
-from pallas_kernels.mosaic.sm90 import dropping, soft_cap
+from pallas_kernels.mosaic.sm90 import online_softmax
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import LAYOUTS, ROWS, TILE
@@ -90,8 +90,7 @@ class Consumer(NamedTuple):
         end = work.steps_before + work.steps
         consumer = cls(static, refs, warpgroup, work, end, RowValues(), None)
         others = static.spec.dropout is not None or static.spec.calls_functions
-        if static.config.splits_gradients:
-            # Queries are the rows there.
+        if static.form.queries_are_rows:
             return consumer
         if static.has_intervals:
             table = refs.inputs.bounds.intervals
@@ -122,7 +121,7 @@ class Consumer(NamedTuple):
         config = self.static.config
         batch, tile = (work or self.work).batch, (work or self.work).tile
         first_key = tile * config.block_kv + self.static.first_key(at.warpgroup)
-        by_queries = config.splits_gradients
+        by_queries = self.static.form.queries_are_rows
         if by_queries:
             # Adds 0, which the compiler does not know. Else it would load the keys' tokens, which
             # are columns here, before the loop, and spill them.
@@ -167,7 +166,7 @@ def tile_scores(
       products: float32, ``k q^T``.
     """
     static, score, derivative = consumer.static, consumer.static.spec.score, None
-    scores = score.raw(products, soft_cap.tanh)
+    scores = score.raw(products, online_softmax.tanh)
     if score.score_mod is not None:
         tile = consumer.tile(at, consumer.work.recompute())
         coordinates = tile.keeping_row_positions().coordinates()
@@ -267,7 +266,7 @@ def mask_scores(consumer: Consumer, at: StepTile, scores: jax.Array) -> jax.Arra
     # With a bias there are no registers to load all tokens at once if there are KV bounds or a
     # block-sparse mask.
     one_by_one = static.has_bias and (static.has_kv_bounds or static.has_block_mask)
-    one_by_one = one_by_one or static.spec.calls_functions or static.config.splits_gradients
+    one_by_one = one_by_one or static.spec.calls_functions or static.form.queries_are_rows
     q_tokens = k_tokens = TokenArrays()
     if not one_by_one:
         q_tokens, k_tokens = consumer.tile(at).tokens()
@@ -320,6 +319,6 @@ def logit_gradients(
       delta: float32 ``[block_q]``, times the scale if it is part of dS.
     """
     static = consumer.static
-    if static.scale_in_ds and not dropping.factors_have_scale(static):
+    if static.scale_in_ds and not static.dropout_has_scale:
         dp = dp * static.spec.score.scale
     return weights * (dp - along_columns(delta, weights.shape))

@@ -4,6 +4,9 @@ A step first computes its weights P and their gradients dS. Then it issues three
 its own parts of dV and dK, and dQ of the step before. dQ needs dS of both consumers. One step late,
 it reads what the other consumer wrote long ago, so either may run almost a step ahead of the other:
 the exponentials of one overlap with the products of the other.
+
+With a causal mask the first query tile comes before the last 64 of 128 keys. Their consumer skips
+it (:func:`skip_first_step`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     proxy_fence,
 )
-from pallas_kernels.mosaic.sm90 import dropping, instructions
+from pallas_kernels.mosaic.sm90 import instructions
 from pallas_kernels.mosaic.sm90.backward_epilogue import (
     add_dq,
     add_per_head_sums,
@@ -105,7 +108,7 @@ class StepData(NamedTuple):
         scratch = consumer.refs.memory.scratch
         at = StepTile(warpgroup, *read_tile_and_head(static, scratch, stage))
         first_key = static.first_key(warpgroup)
-        if static.config.shares_keys:
+        if static.form.same_keys:
             # So are addresses in memory that is the same in all steps: this is 0.
             ds = earlier_ds = jnp.minimum(warpgroup, 0)
             first_key = ds * WARPGROUP_ROWS
@@ -169,6 +172,47 @@ def step(
         copy_ahead(step, False)
 
     return _add_products(consumer, data, state, p, ds, copy)
+
+
+def skip_first_step(consumer: Consumer, state: State) -> tuple[Any, State]:
+    """``(first, state)``: the first step to compute, and the state before it.
+
+    If none of a work tile's first queries attends to a consumer's keys, it only writes a dS of
+    zeros: it computes no score, no dV and no dK. The other consumer's products have the tensor
+    cores to themselves, and this one starts its next step early.
+
+    The queries of the work tile's first step have arrived. A step that is skipped is masked. Needs
+    a producer warpgroup, and :attr:`BackwardStatic.exchanges_late`.
+    """
+    static, first = consumer.static, consumer.work.steps_before
+    assert consumer.intervals is not None
+    assert (static.config.ds_buffers, static.config.block_q) == (3, WARPGROUP_ROWS)
+    q_tile, head = read_tile_and_head(static, consumer.refs.memory.scratch, consumer.stage(first))
+    end = (q_tile + 1) * static.config.block_q
+    skips = consumer.intervals.begin_at(end)
+    pl.when(skips)(lambda: _step_on_zeros(consumer, first))
+    # dQ of the step is computed in the next one, as always.
+    state = state._replace(
+        q_tile=jnp.where(skips, q_tile, state.q_tile), head=jnp.where(skips, head, state.head)
+    )
+    return first + skips.astype(jnp.int32), state
+
+
+def _step_on_zeros(consumer: Consumer, step: Any) -> None:
+    """What :func:`step` does, without its products."""
+    static, barriers = consumer.static, consumer.refs.barriers
+    data = StepData.of(consumer, step)
+    if static.rounds_dkv:
+        # dK and dV of the previous work tile may still be on their way out of the buffer.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    zeros = constant((WARPGROUP_ROWS, static.config.block_q), 0, TILE).astype(static.dtype)
+    store_ds(consumer, data, zeros)
+    proxy_fence()
+    plgpu.barrier_arrive(barriers.ds_arrived)
+    plgpu.barrier_wait(barriers.do_arrived.at[data.do_stage])
+    plgpu.barrier_arrive(barriers.do_free.at[data.do_stage])
+    plgpu.barrier_arrive(barriers.q_free.at[data.stage])
+    wait_for_queries(consumer, step + 1)
 
 
 def store_ds(consumer: Consumer, data: StepData, ds: jax.Array) -> None:
@@ -287,7 +331,7 @@ def weights(
         with_derivative = score.through_cap(jnp.maximum(capped, -1), p)
     else:
         return Weights(_weights_and_derivative(consumer, masked, data, load_products)[0])
-    factors = consumer.tile(data.at).dropout_factors(dropping.unit(static))
+    factors = consumer.tile(data.at).dropout_factors(static.dropout_unit)
     used = (p if factors is None else p * factors).astype(static.dtype)
     rounded = p.astype(static.dtype) if score.differentiated else None
     return optimization_barrier(Weights(with_derivative, used, rounded))
@@ -318,7 +362,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """``(P, dS)``, in the inputs' dtype; P after dropout."""
     static, (p, used, rounded) = consumer.static, of_step
-    factors = consumer.tile(data.at).dropout_factors(dropping.unit(static))
+    factors = consumer.tile(data.at).dropout_factors(static.dropout_unit)
     if used is None:
         used = p if factors is None else p * factors
     dp = dp if factors is None else dp * factors

@@ -14,6 +14,13 @@ import jax
 
 from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import swizzle_lanes
+from pallas_kernels.mosaic.sm90.backward_forms import (
+    NARROW,
+    OWN_KEYS,
+    SHARED_KEYS,
+    SPLIT,
+    BackwardForm,
+)
 from pallas_kernels.spec import Tiles
 
 # Rows of a warpgroup's wgmma: queries in the forward kernel, keys in the backward.
@@ -29,16 +36,8 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 EQUAL_REGISTERS_SINCE = (0, 12)
 # Queries of the backward kernel's larger tiles: 64 for each consumer warpgroup.
 LARGE_BLOCK_Q = BACKWARD_WARPGROUPS * WARPGROUP_ROWS
-# Wider heads are padded to one of WIDE_HEAD_DIMS, (H, Hv), and have a backward step of their own.
-WIDEST_NARROW_HEAD_DIM = 128
-WIDE_HEAD_DIMS = (192, 128), (192, 192), (256, 128), (256, 192), (192, 256), (256, 256)
 # Keys of the forward kernel's tiles where values have more than 160 lanes, if registers allow it.
 LARGE_WIDE_BLOCK_KV = 112
-# Keys of a tile where one consumer accumulates dV and the other dK, and the head dims.
-SPLIT_BLOCK_KV = 96
-SPLIT_HEAD_DIMS = 192, 192
-# Queries of a tile of scores of :mod:`pallas_kernels.mosaic.sm90.wide_step`.
-WIDE_SCORE_QUERIES = 32
 # With so many lanes of a float32 o at a time there is room for all lanes of a rounded one.
 _ROOM_FOR_ALL = 64
 # The widest heads for which the backward kernel has registers for the derivatives of a score_mod.
@@ -51,27 +50,24 @@ class MosaicConfig:
 
     Attributes:
       block_q: queries per tile. Forward: 64 for each of two or three consumer warpgroups.
-      block_kv: keys per tile, a multiple of 16. Backward: 128, 64 per consumer warpgroup; if
-        ``wide`` also 64, or 96 at head dims (192, 192).
+      block_kv: keys per tile, a multiple of 16. Backward: those of the form.
       stages: pipeline stages of the side that is looped over.
-      do_stages: pipeline stages of dO in the backward kernel; None: as many as of q. 2 or more, 1
-        with tiles of 96 keys.
+      do_stages: pipeline stages of dO in the backward kernel; None: as many as of q.
       v_stages: pipeline stages of V in the forward kernel; None: as many as of K.
       cluster: CTAs per cluster of the forward kernel, 1 or 2. They work on neighboring query tiles
         in lockstep and share their KV tiles: each copies its part of a tile into the shared memory
         of both (TMA multicast). The KV tiles are then those that either of them needs, so under a
         causal mask the earlier one visits a few that are fully masked.
       split_softmax: forward: whether the exponentials of a step are computed for one half of the
-        rows after the other (:mod:`pallas_kernels.mosaic.sm90.row_halves`). In between a consumer
-        waits for the product with the previous tile's values, so the first half is rounded while
-        the exponentials of the second are computed. Up to head dim 128 it gains with three stages
-        of V only.
+        rows after the other (:mod:`pallas_kernels.mosaic.sm90.online_softmax`). In between a
+        consumer waits for the product with the previous tile's values, so the first half is rounded
+        while the exponentials of the second are computed. Up to head dim 128 it gains with three
+        stages of V only.
       producer_warpgroup: whether a warpgroup of its own starts the copies, and leaves most of its
         registers to the consumers where it can. If not, consumers start them while their products
         run, and all warpgroups have the same number of registers; cluster must be 1.
-      wide: backward: whether a step is one for head dims above 128
-        (:mod:`pallas_kernels.mosaic.sm90.wide_step`, or, with tiles of 96 keys,
-        :mod:`pallas_kernels.mosaic.sm90.split_step`).
+      form: backward: how the consumer warpgroups share the work on a tile
+        (:mod:`pallas_kernels.mosaic.sm90.backward_forms`).
     """
 
     block_q: int
@@ -82,7 +78,7 @@ class MosaicConfig:
     cluster: int = dataclasses.field(default=1, kw_only=True)
     split_softmax: bool = dataclasses.field(default=False, kw_only=True)
     producer_warpgroup: bool = dataclasses.field(default=True, kw_only=True)
-    wide: bool = dataclasses.field(default=False, kw_only=True)
+    form: BackwardForm = dataclasses.field(default=NARROW, kw_only=True)
 
     def __post_init__(self):
         for name, unit in (("block_q", 64), ("block_kv", 16)):
@@ -91,7 +87,7 @@ class MosaicConfig:
                 raise ValueError(f"{name} is {size}: it must be 64 or more, a multiple of {unit}")
         for name in ("stages", "do_stages", "v_stages"):
             stages = getattr(self, name)
-            fewest = 1 if name == "do_stages" and self.splits_gradients else 2
+            fewest = self.form.fewest_do_stages if name == "do_stages" else 2
             if stages is not None and stages < fewest:
                 raise ValueError(f"{name} is {stages}: it must be {fewest} or more")
         if self.cluster not in (1, 2):
@@ -100,14 +96,15 @@ class MosaicConfig:
             raise ValueError(
                 f"cluster is {self.cluster}: without a producer warpgroup it must be 1"
             )
-        if self.splits_gradients and not self.producer_warpgroup:
-            raise ValueError(
-                f"block_kv is {self.block_kv}: where wide is True it needs a producer warpgroup"
-            )
-        if self.wide and self.block_q != WARPGROUP_ROWS:
-            raise ValueError(
-                f"block_q is {self.block_q}: where wide is True it must be {WARPGROUP_ROWS}"
-            )
+        if not (self.form.has_inline_copies or self.producer_warpgroup):
+            raise ValueError(f"form is {self.form}: it needs a producer warpgroup")
+        if self.form is NARROW:
+            return  # The forward kernel's tiles have other sizes.
+        for name, size in (("block_q", WARPGROUP_ROWS), ("block_kv", self.form.block_kv)):
+            if getattr(self, name) != size:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: where form is {self.form} it must be {size}"
+                )
 
     @property
     def sums_early(self) -> bool:
@@ -126,21 +123,6 @@ class MosaicConfig:
         return self.block_q == LARGE_BLOCK_Q
 
     @property
-    def shares_keys(self) -> bool:
-        """Backward: whether each consumer works on half of the lanes of the same keys."""
-        return self.wide and self.block_kv == WARPGROUP_ROWS
-
-    @property
-    def same_keys(self) -> bool:
-        """Backward: whether both consumers work on the same keys."""
-        return self.shares_keys or self.splits_gradients
-
-    @property
-    def splits_gradients(self) -> bool:
-        """Backward: whether, of the same keys, one consumer accumulates dV and the other dK."""
-        return self.wide and self.block_kv == SPLIT_BLOCK_KV
-
-    @property
     def ds_buffers(self) -> int:
         """Buffers for dS of the backward kernel.
 
@@ -148,9 +130,7 @@ class MosaicConfig:
         buffers, or with two and a barrier that tells when both have read one. If they work on the
         same keys, every step waits for both.
         """
-        if self.wide:
-            return 1 if self.same_keys else 2
-        return 2 if self.dq_by_rows else 3
+        return 2 if self.dq_by_rows else self.form.ds_buffers
 
     @property
     def tiles(self) -> Tiles:
@@ -322,9 +302,10 @@ def wide_backward_config(head_dim: int, value_dim: int, small: bool = False) -> 
         64 keys, and for dropout, a soft cap, a bias or a user function, which take registers. So do
         copies that consumers start.
     """
-    if (head_dim, value_dim) == SPLIT_HEAD_DIMS and moves_registers() and not small:
-        return MosaicConfig(64, SPLIT_BLOCK_KV, 2, do_stages=1, wide=True)
-    return MosaicConfig(64, 128 if (head_dim, value_dim) == (192, 128) else 64, 2, wide=True)
+    if SPLIT.supports(head_dim, value_dim) and moves_registers() and not small:
+        return MosaicConfig(64, SPLIT.block_kv, 2, do_stages=1, form=SPLIT)
+    form = OWN_KEYS if OWN_KEYS.supports(head_dim, value_dim) else SHARED_KEYS
+    return MosaicConfig(64, form.block_kv, 2, form=form)
 
 
 def forward_is_persistent(config: MosaicConfig, masks_by_arrays: bool) -> bool:
@@ -344,12 +325,12 @@ def backward_is_persistent(
     counters and addresses in vector registers, and spills.
 
     Wide heads leave none with segment ids, KV bounds or a block-sparse mask (``masks_by_arrays``),
-    and none with a soft cap, a bias, dropout or a user function (``needs_registers``); above 128
-    only consumers of the same keys that start no copies have any.
+    and none with a soft cap, a bias, dropout or a user function (``needs_registers``).
     """
     if config.dq_by_rows and not config.producer_warpgroup:
         return False
-    if config.wide and not (config.same_keys and config.producer_warpgroup):
+    form = config.form
+    if not (form.is_persistent if config.producer_warpgroup else form.is_persistent_inline):
         return False
     return head_dim <= 96 or not (masks_by_arrays or needs_registers)
 
@@ -376,18 +357,17 @@ def dq_widths(config: MosaicConfig, head_dim: int) -> tuple[int, ...]:
     if config.dq_by_rows:
         return (head_dim,)
     half = head_dim // 2
-    if not config.wide or (config.shares_keys and half < LARGE_BLOCK_Q):
+    if half <= config.form.whole_dq_lanes:
         return (half,)
     return tuple(min(64, half - first) for first in range(0, half, 64))
 
 
 def staging_lanes(config: MosaicConfig, head_dim: int, value_dim: int) -> int:
     """Lanes that leave the backward kernel's staging buffer at a time: all, if there is room."""
-    if config.splits_gradients:
-        return WARPGROUP_ROWS
-    has_room = config.shares_keys and head_dim == value_dim == 192
-    no_room = config.wide and not has_room
-    return 32 if no_room else head_dim // 2
+    half = head_dim // 2
+    if (head_dim, value_dim) in config.form.stages_half:
+        return half
+    return min(half, config.form.most_staged_lanes)
 
 
 def staging_limits(value_dim: int) -> tuple[int, ...]:

@@ -22,11 +22,10 @@ from pallas_kernels.mosaic import dq as dq_sums
 from pallas_kernels.mosaic import fixed_point
 from pallas_kernels.mosaic.dq import DqSum
 from pallas_kernels.mosaic.sm90 import instructions
+from pallas_kernels.mosaic.sm90.backward_forms import SPLIT, WIDEST_NARROW_HEAD_DIM
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     LARGE_BLOCK_Q,
-    SPLIT_BLOCK_KV,
-    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
     backward_config,
     for_this_jax,
@@ -45,7 +44,7 @@ def shipped_config(
     if max(inputs.head_dim, inputs.value_dim) > WIDEST_NARROW_HEAD_DIM:
         small = small or blocks is not None
         # Keys past the last one then have weights, which times delta may exceed float16.
-        ragged = inputs.kv_length % SPLIT_BLOCK_KV != 0
+        ragged = inputs.kv_length % SPLIT.block_kv != 0
         small = small or (ragged and inputs.query.q.dtype == jnp.float16)
         return for_this_jax(wide_backward_config(inputs.head_dim, inputs.value_dim, small))
     # Fixed point, masks that read arrays, and consumers that start copies each take registers. Two

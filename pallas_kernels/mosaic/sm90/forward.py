@@ -8,7 +8,7 @@ two products together, ``q k^T`` of the step's tile and ``p v`` of the tile befo
 of one consumer overlaps with the products of the other. Scores and softmax are in
 ``forward_scores.py``; ``forward_epilogue.py`` merges o with the incoming (o, lse) and writes it, in
 place where possible. With ``split_softmax`` the wait for ``p v`` is between two halves of the
-exponentials (``row_halves.py``).
+exponentials (``online_softmax.py``).
 
 With ``MosaicConfig.cluster`` 2, a work tile is two neighboring query tiles, one per CTA of a
 cluster. Both CTAs visit the same KV tiles, and each multicasts one half of every tile.
@@ -42,7 +42,12 @@ from pallas_kernels.mosaic.fragments import (
 )
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, launch
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, ScoreInputs
-from pallas_kernels.mosaic.sm90 import forward_epilogue, forward_scores, instructions, row_halves
+from pallas_kernels.mosaic.sm90 import (
+    forward_epilogue,
+    forward_scores,
+    instructions,
+    online_softmax,
+)
 from pallas_kernels.mosaic.sm90.configs import (
     REGISTERS,
     SHARED_MEMORY,
@@ -414,13 +419,13 @@ def _step(consumer: Consumer, masked: bool, step: Any, state: _State) -> _State:
         # This branch keeps the assembler from moving the wait for p v before the exponentials.
         exists = step + 1 < consumer.work.steps
         if static.config.sums_early:
-            exists = row_halves.known_by_warp_after(exists, total)
+            exists = online_softmax.known_by_warp_after(exists, total)
         _wait_for_keys(consumer, step + 1, exists)
         acc = wait()
         # The weights are rounded only now: until here the product above may still have read the
         # registers of the previous weights.
         acc, p = optimization_barrier(acc, p)
-        late_m = m if half is None else row_halves.known_after(m, acc)
+        late_m = m if half is None else online_softmax.known_after(m, acc)
         consumer.free_stage(memory.v_free, v_stage)
         # Most tiles raise no m: then nothing is rescaled.
         acc = rescale_rows(acc, shrink, tile=TILE, rows=ROWS)

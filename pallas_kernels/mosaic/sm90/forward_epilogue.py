@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import softmax
 from pallas_kernels.merge import merge_weights
 from pallas_kernels.mosaic.fragments import along_rows
-from pallas_kernels.mosaic.sm90 import row_halves
+from pallas_kernels.mosaic.sm90 import online_softmax
 from pallas_kernels.mosaic.sm90.forward_scores import Consumer
 from pallas_kernels.mosaic.sm90.inputs import ForwardResults
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
@@ -51,7 +51,7 @@ def _finish_softmax(
     """``(factor of acc, factor of the incoming o, lse)``."""
     memory, warpgroup = consumer.refs.memory, consumer.warpgroup
     if consumer.static.config.split_softmax:
-        total = row_halves.sum_parts(total)
+        total = online_softmax.sum_parts(total)
     excess = consumer.excess()
     divisor, lse = softmax.finish(m if excess is None else m - excess, total)
     dropout = consumer.static.spec.dropout

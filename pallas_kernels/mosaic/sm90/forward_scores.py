@@ -1,7 +1,7 @@
 """Scores and online softmax of the forward kernel; queries are the rows of a tile of scores.
 
 With m the largest score of a query so far, times ``factor``, which takes a score to base 2, or at
-most a margin below that (``row_maximum.py``), the query's weights are ``2^(factor score - m)``.
+most a margin below that (``online_softmax.py``), the query's weights are ``2^(factor score - m)``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.fragments import (
     warpgroup_barrier,
 )
 from pallas_kernels.mosaic.scores import ScoreTile
-from pallas_kernels.mosaic.sm90 import dropping, row_halves, row_maximum, soft_cap
+from pallas_kernels.mosaic.sm90 import online_softmax
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import ForwardRefs
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, LAYOUTS, ROWS, TILE
@@ -164,7 +164,7 @@ def start_softmax(consumer: Consumer) -> tuple[jax.Array, jax.Array]:
     if sink is not None and (excess := consumer.excess()) is not None:
         m = m + excess
     if consumer.static.config.split_softmax:
-        total = total / row_halves.THREADS_OF_ROW
+        total = total / online_softmax.THREADS_OF_ROW
     return m, total
 
 
@@ -193,7 +193,7 @@ def update_softmax(
     scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
     p = jnp.exp2(scores * consumer.static.base_2_factor - along_rows(m_next, scores.shape))
     if consumer.static.config.split_softmax:
-        total = row_halves.add_parts(total * shrink, p)
+        total = online_softmax.add_parts(total * shrink, p)
     else:
         total = total * shrink + p.sum(axis=1)
     hashes = consumer.tile(step).dropout_hashes()
@@ -227,22 +227,22 @@ def first_half(
 ) -> FirstHalf:
     """The first half of :func:`update_softmax`, with the same arguments."""
     scores, m_next, shrink = _next_maximum(consumer, step, products, m, masked)
-    half = row_halves.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
+    half = online_softmax.exp2_of_half(scores, m_next, consumer.static.base_2_factor, 0)
     half, m_next, shrink = optimization_barrier(half, m_next, shrink)
     total, hashes = total * shrink, consumer.tile(step).dropout_hashes()
     if _sums_by_halves(consumer, hashes):
-        total = row_halves.add_part(total, half, 0)
+        total = online_softmax.add_part(total, half, 0)
     half = _without_dropped(consumer, half, hashes, 0)
     return FirstHalf(half, m_next, total, shrink, hashes)
 
 
 def second_half(consumer: Consumer, half: FirstHalf) -> tuple[jax.Array, jax.Array]:
     """The second half: ``(weights, total)``."""
-    p = row_halves.exp2_of_half(half.p, half.m, consumer.static.base_2_factor, 1)
+    p = online_softmax.exp2_of_half(half.p, half.m, consumer.static.base_2_factor, 1)
     if _sums_by_halves(consumer, half.hashes):
-        total = row_halves.add_part(half.total, p, 1)
+        total = online_softmax.add_part(half.total, p, 1)
     else:
-        total = row_halves.add_parts(half.total, p)
+        total = online_softmax.add_parts(half.total, p)
     return _without_dropped(consumer, p, half.hashes, 1), total
 
 
@@ -255,7 +255,7 @@ def _without_dropped(consumer: Consumer, p: jax.Array, hashes: Any, half: int) -
     dropout = consumer.static.spec.dropout
     if hashes is None or dropout is None:
         return p
-    return dropping.without_dropped(p, hashes, dropout.threshold, half)
+    return online_softmax.without_dropped(p, hashes, dropout.threshold, half)
 
 
 def _next_maximum(
@@ -263,7 +263,7 @@ def _next_maximum(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``(scores, m, shrink)`` of a tile; see :func:`update_softmax`."""
     tile = consumer.tile(step)
-    scores = tile.scores(tile.raw(products, soft_cap.tanh), masked=masked)
+    scores = tile.scores(tile.raw(products, online_softmax.tanh), masked=masked)
     factor = consumer.static.base_2_factor
-    m_next = row_maximum.raised(m, scores, factor)
+    m_next = online_softmax.raised(m, scores, factor)
     return scores, m_next, jnp.exp2(m - m_next)

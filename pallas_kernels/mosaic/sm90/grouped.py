@@ -154,7 +154,7 @@ class _Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class GroupedStatic:
     """Static parameters.
 
     Attributes:
@@ -211,7 +211,7 @@ class _Static:
 class _Kernel(NamedTuple):
     """One warpgroup's view of the kernel."""
 
-    static: _Static
+    static: GroupedStatic
     inputs: _Inputs
     out: Any
     memory: _Memory
@@ -395,7 +395,9 @@ def _keep_rows(ref: Any, begin: Any, end: Any) -> None:
     ref[...] = jnp.where((row >= begin) & (row < end), x, jnp.zeros_like(x))
 
 
-def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: _Memory, counter: Any) -> None:
+def _kernel(
+    static: GroupedStatic, inputs: _Inputs, out: Any, memory: _Memory, counter: Any
+) -> None:
     """One warpgroup of one CTA."""
     kernel = _Kernel(static, inputs, out, memory)
     scheduler = TileScheduler(counter, memory.slot_fetched, memory.slot_free, memory.slots)
@@ -420,7 +422,7 @@ def _kernel(static: _Static, inputs: _Inputs, out: Any, memory: _Memory, counter
     )
 
 
-def _run(static: _Static, inputs: _Inputs, name: str, shape: tuple[int, ...]) -> jax.Array:
+def _run(static: GroupedStatic, inputs: _Inputs, name: str, shape: tuple[int, ...]) -> jax.Array:
     result: Any = jax.ShapeDtypeStruct(shape, static.dtype)
     return launch(
         functools.partial(_kernel, static),
@@ -452,7 +454,7 @@ def product(
     config = config or grouped_config(-(-rows // 128) + min(groups, given), columns)
     tiles = GroupTiles.of(group_sizes, rows, config.block_m, _ALIGN)
     most = tiles.group.shape[0]
-    static = _Static(config, groups, (rows, columns), depth, most, transposed, x.dtype)
+    static = GroupedStatic(config, groups, (rows, columns), depth, most, transposed, x.dtype)
     out = _run(static, _Inputs(x, w, tiles), "burst_grouped", (rows, columns))
     return out[:given]
 
@@ -467,7 +469,7 @@ def weight_gradient(
     shape = x.shape[1], dy.shape[1]
     config = config or grouped_config(-(-shape[0] // 128) * groups, shape[1])
     most = groups * -(-shape[0] // config.block_m)
-    static = _Static(config, groups, shape, None, most, False, x.dtype)
+    static = GroupedStatic(config, groups, shape, None, most, False, x.dtype)
     return _run(static, _Inputs(x, dy, bounds), "burst_grouped_gradient", (groups, *shape))
 
 

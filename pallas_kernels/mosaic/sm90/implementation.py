@@ -14,10 +14,9 @@ from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, unsupported_inputs
 from pallas_kernels.mosaic.sm90 import dq
 from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
+from pallas_kernels.mosaic.sm90.backward_forms import WIDE_HEAD_DIMS, WIDEST_NARROW_HEAD_DIM
 from pallas_kernels.mosaic.sm90.configs import (
     MAX_DERIVATIVE_HEAD_DIM,
-    WIDE_HEAD_DIMS,
-    WIDEST_NARROW_HEAD_DIM,
     MosaicConfig,
     can_zero_padding,
 )

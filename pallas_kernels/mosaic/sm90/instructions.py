@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import mma_utils, utils
@@ -27,6 +28,7 @@ from pallas_kernels.mosaic.transfers import matrix_transforms
 TILE = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
 _WARPS = 4
 _WARP_THREADS = 32
 
@@ -40,6 +42,24 @@ class _Layouts(NamedTuple):
 
 
 LAYOUTS = _Layouts()
+
+
+def like(x: jax.Array, layout: Any) -> Any:
+    """The type of a float32 result of ``x``'s shape."""
+    return plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout)
+
+
+def element(register: Any, index: int) -> Any:
+    """A register's element, an MLIR value."""
+    return vector.extract(register, dynamic_position=[], static_position=[index])
+
+
+def with_rows(example: Any, values: Iterable[Any]) -> Any:
+    """A fragment with the layout of ``example`` and one value per register."""
+    registers = np.empty(example.registers.shape, dtype=object)
+    for index, (register, value) in enumerate(zip(example.registers.flat, values, strict=True)):
+        registers.flat[index] = vector.broadcast(register.type, value)
+    return FragmentedArray(_registers=registers, _layout=example.layout, _is_signed=None)
 
 
 def specialize_warpgroups(

@@ -29,13 +29,9 @@ from pallas_kernels.document_bounds import (
 )
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic.fragments import i32
-from pallas_kernels.mosaic.sm90.configs import (
-    WARPGROUP_ROWS,
-    WIDEST_NARROW_HEAD_DIM,
-    MosaicConfig,
-)
-from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
-from pallas_kernels.mosaic.sm90.row_halves import element, like
+from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, MosaicConfig
+from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE, element, like
 from pallas_kernels.mosaic.sm90.static import needs_registers
 from pallas_kernels.spec import AttentionSpec
 

@@ -23,7 +23,6 @@ from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
     WARPGROUP_ROWS,
-    WIDE_SCORE_QUERIES,
     MosaicConfig,
     float32_lanes,
     result_lanes,
@@ -179,13 +178,13 @@ class BackwardMemory(NamedTuple):
       q: ``[stages, block_q, H]``.
       do: ``[do_stages, block_q, Hv]``.
       scratch: float32, all small per-query and per-key arrays (:class:`ScratchLayout`).
-      ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product. If
-        ``splits_gradients``, ``[1, 1, block_q, block_kv]``, for dK's and one consumer's dQ.
-      p: ``[1, block_kv, block_q]``, weights for dV's product if ``wide``; else None. Transposed if
-        ``splits_gradients``.
+      ds: ``[ds_buffers, block_q / 64, block_kv, 64]``, dS as an operand of dQ's product, and of
+        dK's unless it is in registers. ``[1, 1, 64, block_kv]`` if queries are rows.
+      p: ``[1, block_kv, 64]``, weights for dV's product, if the form stores them; else None.
+        Transposed like dS.
       staging: float32 ``[2, block_q, staging_lanes]``, by consumer warpgroup: gradients on their
         way to global memory; int32 if dQ is accumulated in fixed point. dQ in register order takes
-        no notice of the shape. If ``splits_gradients``, three buffers that take turns.
+        no notice of the shape. With three buffers, these take turns.
       barriers: all barriers (:class:`BackwardBarriers`).
     """
 
@@ -222,22 +221,15 @@ class BackwardMemory(NamedTuple):
           zeroes_padding: whether the producer writes zeros in padding.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        block_q, block_kv, half = config.block_q, config.block_kv, head_dim // 2
+        form, block_q, block_kv, half = config.form, config.block_q, config.block_kv, head_dim // 2
         counts = BackwardBarriers.counts(config, stages_dv_in_values, zeroes_padding)
         scratch = ScratchLayout.of(config)
         # dQ's product may read half of K's lanes at a time. For small head dims K's swizzled tiles
         # are then half as wide; and both operands of a product must be tiled alike.
-        lanes = head_dim if config.dq_by_rows else half
-        value_lanes, p = value_dim, None
-        if config.wide:
-            # P and dS are written for some of the queries at a time.
-            lanes = value_lanes = WIDE_SCORE_QUERIES
-            p = _matrix((1, block_kv, block_q), dtype, lanes=lanes)
-        ds_shape = config.ds_buffers, block_q // WARPGROUP_ROWS, block_kv, WARPGROUP_ROWS
-        buffers = BACKWARD_WARPGROUPS
-        if config.splits_gradients:
-            p = _matrix((1, block_q, block_kv), dtype, lanes=lanes)
-            ds_shape, buffers = (1, 1, block_q, block_kv), 3
+        lanes = form.tiled_lanes or (head_dim if config.dq_by_rows else half)
+        value_lanes = form.tiled_lanes or value_dim
+        tile = (WARPGROUP_ROWS, block_kv) if form.queries_are_rows else (block_kv, WARPGROUP_ROWS)
+        ds_shape = config.ds_buffers, block_q // WARPGROUP_ROWS, *tile
         return cls(
             k=_matrix((block_kv, head_dim), dtype, lanes=lanes),
             v=_matrix((block_kv, value_dim), dtype, lanes=value_lanes),
@@ -245,9 +237,9 @@ class BackwardMemory(NamedTuple):
             do=_matrix((scratch.do_stages, block_q, value_dim), dtype, lanes=value_lanes),
             scratch=plgpu.SMEM((scratch.size,), jnp.float32),
             ds=_matrix(ds_shape, dtype, lanes=lanes),
-            p=p,
+            p=_matrix((1, *tile), dtype, lanes=lanes) if form.stores_p else None,
             staging=_matrix(
-                (buffers, block_q, staging_lanes(config, head_dim, value_dim)),
+                (form.staging_buffers, block_q, staging_lanes(config, head_dim, value_dim)),
                 jnp.int32 if in_fixed_point else jnp.float32,
             ),
             # Two arrivals each: two copies, or both consumer warpgroups.
@@ -271,10 +263,10 @@ class BackwardBarriers(NamedTuple):
 
     Attributes:
       kv_arrived: the work tile's keys and values have been copied.
-      kv_free: both consumers have read them for the last time. If ``splits_gradients`` the one that
+      kv_free: both consumers have read them for the last time. In the form SPLIT the one that
         accumulates dK waits for it, too: then dS has been read.
-      ds_arrived: both consumers have written their dS of a step; if ``splits_gradients``, one has
-        written it and the other may read it.
+      ds_arrived: both consumers have written their dS of a step; in the form SPLIT, one has written
+        it and the other may read it.
       q_arrived: by stage: queries and their lse have been copied.
       do_arrived: by stage: dO and its delta have been copied.
       q_free: by stage: both consumers have read the queries.
@@ -282,9 +274,9 @@ class BackwardBarriers(NamedTuple):
       slot_fetched: by slot of the tile scheduler.
       slot_free: by slot of the tile scheduler.
       ds_free: with fewer than three dS buffers, both consumers have finished a product that reads
-        one; none if ``splits_gradients``.
-      p_arrived: one consumer has written a step's P and the other may read it, if
-        ``splits_gradients``.
+        one; none if one hands over P.
+      p_arrived: one consumer has written a step's P and the other may read it, if one hands it
+        over.
       v_free: if dV leaves through the memory of the values, it has left.
       padded_arrived: tiles with padding have been copied, and the producer may write zeros in
         them, if it does.
@@ -311,9 +303,9 @@ class BackwardBarriers(NamedTuple):
         """Number of barriers of each kind."""
         stages, do_stages = config.stages, config.do_stages or config.stages
         by_stage = stages, do_stages, stages, do_stages
-        splits = config.splits_gradients
-        ds_free = config.ds_buffers < 3 and not splits
-        others = map(int, (ds_free, splits, stages_dv_in_values, zeroes_padding))
+        hands_over_p = config.form.hands_over_p
+        ds_free = config.ds_buffers < 3 and not hands_over_p
+        others = map(int, (ds_free, hands_over_p, stages_dv_in_values, zeroes_padding))
         return cls(1, 1, 1, *by_stage, SLOTS, SLOTS, *others)
 
     @classmethod

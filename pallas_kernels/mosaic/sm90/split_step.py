@@ -1,4 +1,4 @@
-"""The backward kernel's loop where one consumer accumulates dV and the other dK (head dim 192).
+"""The backward kernel's form SPLIT: one consumer accumulates dV, the other dK (head dim 192).
 
 Both work on the same 96 keys. The first consumer computes the weights P, adds to dV, and computes a
 third of the lanes of dQ; the second computes dP and dS, adds to dK, and computes the rest of dQ,
@@ -29,11 +29,9 @@ from pallas_kernels.mosaic.fragments import (
     optimization_barrier,
     rounded_to_int32,
 )
-from pallas_kernels.mosaic.sm90.backward_epilogue import (
-    load_dq_factors,
-    transposed_buffers,
-    write_transposed,
-)
+from pallas_kernels.mosaic.sm90 import instructions
+from pallas_kernels.mosaic.sm90.backward_epilogue import load_dq_factors
+from pallas_kernels.mosaic.sm90.backward_forms import SHARED_KEYS
 from pallas_kernels.mosaic.sm90.backward_scores import (
     Consumer,
     StepTile,
@@ -43,7 +41,7 @@ from pallas_kernels.mosaic.sm90.backward_scores import (
 from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.sm90.inputs import BackwardRefs
 from pallas_kernels.mosaic.sm90.instructions import ROWS, TILE
-from pallas_kernels.mosaic.sm90.shared_memory import ScratchLayout
+from pallas_kernels.mosaic.sm90.shared_memory import BackwardMemory, ScratchLayout
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
 from pallas_kernels.mosaic.tile_scheduler import WorkTile
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
@@ -62,6 +60,30 @@ def run(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTi
     pl.when(warpgroup == 1)(functools.partial(_accumulate_dk, consumer))
 
 
+def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
+    """Writes dK and dV of a work tile whose keys no query attends to."""
+    at, buffers = TileCoordinates(work.batch, work.head, work.tile), _buffers(static, refs.memory)
+    for role, target in enumerate((refs.results.dv, refs.results.dk)):
+        zeros = _zeros(static, target.shape[3])
+        write = functools.partial(_write_gradient, static, buffers[role], at, target, zeros)
+        pl.when(warpgroup == role)(write)
+
+
+def check(static: BackwardStatic) -> None:
+    """Raises ValueError for what this form does not compute."""
+    config = static.config
+    if (config.stages, config.do_stages) != (2, 1):
+        raise ValueError(
+            f"stages is {config.stages} and do_stages {config.do_stages}: where form is "
+            f"{config.form} the backward kernel has memory for 2 and 1"
+        )
+    if static.needs_registers:
+        raise ValueError(
+            f"form is {config.form}: with a bias, dropout, a soft cap or a user function the "
+            f"backward kernel supports {SHARED_KEYS}"
+        )
+
+
 def _accumulate_dv(consumer: Consumer) -> None:
     static, refs, work = consumer.static, consumer.refs, consumer.work
     masked_end = work.steps_before + work.iterator.masked * static.groups
@@ -73,7 +95,7 @@ def _accumulate_dv(consumer: Consumer) -> None:
     dv = lax.fori_loop(work.steps_before, masked_end, masked, dv)
     dv = lax.fori_loop(masked_end, consumer.end, full, dv)
     plgpu.barrier_arrive(refs.barriers.kv_free)
-    buffer, _ = transposed_buffers(static, refs.memory)
+    buffer, _ = _buffers(static, refs.memory)
     _write(consumer, buffer, refs.results.dv, dv)
 
 
@@ -88,7 +110,7 @@ def _accumulate_dk(consumer: Consumer) -> None:
     plgpu.barrier_arrive(barriers.kv_free)
     # The other consumer has read the last dS.
     plgpu.barrier_wait(barriers.kv_free)
-    _, buffer = transposed_buffers(static, memory)
+    _, buffer = _buffers(static, memory)
     _write(consumer, buffer, consumer.refs.results.dk, dk)
 
 
@@ -99,8 +121,53 @@ def _zeros(static: BackwardStatic, lanes: int) -> Gradient:
 
 def _write(consumer: Consumer, staging: Any, target: Any, gradient: Gradient) -> None:
     at = consumer.work.recompute()
-    write_transposed(consumer.static, staging, at, target, gradient)
+    _write_gradient(consumer.static, staging, at, target, gradient)
     consumer.work.start_next()
+
+
+def _buffers(static: BackwardStatic, memory: BackwardMemory) -> tuple[Any, Any]:
+    """Shared memory of :func:`_write_gradient` for dV and for dK."""
+    if static.rounds_dkv:
+        return memory.p.at[0], memory.ds.at[0, 0]
+    return memory.staging.at[2], memory.staging.at[0]
+
+
+def _write_gradient(
+    static: BackwardStatic,
+    staging: Any,
+    at: TileCoordinates,
+    target: Any,
+    gradient: Sequence[jax.Array],
+) -> None:
+    """Writes a gradient of a work tile's keys, or adds it to global memory.
+
+    Args:
+      static: static parameters of the call.
+      staging: shared memory of 64 rows, which no product reads any more.
+      at: coordinates of the KV tile.
+      target: dK or dV.
+      gradient: float32 ``[64, keys]`` each, by lanes; scaled.
+    """
+    parts = [x.astype(static.dkv_dtype) for x in gradient]
+    if static.written_dkv_dtype != static.dkv_dtype:
+        parts = [lax.bitcast_convert_type(x, static.written_dkv_dtype) for x in parts]
+    width, count = staging.shape[1], static.config.block_kv
+    for lane in range(0, target.shape[3], width):
+        for key in range(0, count, WARPGROUP_ROWS):
+            keys = min(WARPGROUP_ROWS, count - key)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for index, part in enumerate(parts):
+                first = index * WARPGROUP_ROWS - lane
+                if -WARPGROUP_ROWS < first < width:
+                    part = part[:, key : key + keys]
+                    instructions.store_transposed(staging.at[:keys], part, first)
+            plgpu.commit_smem()
+            start = at.tile * static.config.block_kv + key
+            plgpu.copy_smem_to_gmem(
+                staging.at[:keys],
+                target.at[at.batch, pl.ds(start, keys), at.head, pl.ds(lane, width)],
+                reduction_op="add" if static.adds_dkv else None,
+            )
 
 
 class _Step(NamedTuple):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mask import Mask
+from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM, BackwardForm
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
     WARPGROUP_ROWS,
-    WIDE_SCORE_QUERIES,
     MosaicConfig,
     backward_is_persistent,
     can_zero_padding,
@@ -246,6 +246,11 @@ class BackwardStatic(Sm90Static):
         return BACKWARD_WARPGROUPS
 
     @property
+    def form(self) -> BackwardForm:
+        """How they share the work on a tile."""
+        return self.config.form
+
+    @property
     def masks_by_arrays(self) -> bool:
         """See :attr:`Sm90Static.masks_by_arrays`. With intervals few masks do."""
         return super().masks_by_arrays and not self.has_intervals
@@ -260,8 +265,8 @@ class BackwardStatic(Sm90Static):
     @property
     def has_few_terms(self) -> bool:
         """See :attr:`KernelStatic.has_few_terms`; in kernels that have registers for them."""
-        lacks = self.config.wide or self.deterministic or not self.config.producer_warpgroup
-        return super().has_few_terms and not lacks
+        has_registers = self.form.has_spare_registers and self.config.producer_warpgroup
+        return super().has_few_terms and has_registers and not self.deterministic
 
     @property
     def zeroes_padding(self) -> bool:
@@ -279,18 +284,13 @@ class BackwardStatic(Sm90Static):
         """Whether the kernel can write dK and dV in ``dkv_dtype``.
 
         Rounded gradients are staged in a dS buffer, 64 lanes at a time. So they must have the
-        inputs' dtype and a multiple of 64 lanes, and calls with several terms lack registers for
-        it. Consumers that share keys have one buffer for both, those that split gradients one each.
+        inputs' dtype and a multiple of 64 lanes. Calls with several terms lack registers for it.
         """
         if not self.rounds_dkv:
             return True
-        if self.config.shares_keys:
-            return False
-        if self.config.splits_gradients:
-            return self.dkv_dtype == self.dtype
         whole = self.head_dim % WARPGROUP_ROWS == self.value_dim % WARPGROUP_ROWS == 0
         enough = self.has_few_terms or not self.needs_registers
-        return self.dkv_dtype == self.dtype and whole and enough
+        return self.form.can_round_dkv and self.dkv_dtype == self.dtype and whole and enough
 
     @property
     def written_dkv_dtype(self) -> np.dtype:
@@ -336,7 +336,7 @@ class BackwardStatic(Sm90Static):
 
         Else the copies start while a step's last products run.
         """
-        return self.config.wide, self.config.wide or self.config.dq_by_rows
+        return self.form.copies_early, self.form.copies_early or self.config.dq_by_rows
 
     @property
     def counts_queries(self) -> bool:
@@ -351,10 +351,10 @@ class BackwardStatic(Sm90Static):
         """Whether a copy of dO reads in shared memory which queries it belongs to.
 
         With several heads a consumer that starts copies saves a division. The queries must have
-        arrived: with wide heads their copy starts at the same time.
+        arrived: where their copy starts early, it starts at the same time.
         """
-        inline, wide = not self.config.producer_warpgroup, self.config.wide
-        return inline and not wide and self.do_stages == 2 and self.groups > 1
+        late = not (self.config.producer_warpgroup or self.form.copies_early)
+        return late and self.do_stages == 2 and self.groups > 1
 
     @property
     def visits_chunks(self) -> bool:
@@ -368,10 +368,14 @@ class BackwardStatic(Sm90Static):
         window.
         """
         is_causal = self.mask.right is not None and self.mask.left is None
-        narrow = max(self.head_dim, self.value_dim) <= 96
-        measured = not (narrow or self.config.wide or super().masks_by_arrays)
+        measured = self.is_about_128 and not super().masks_by_arrays
         may_visit = measured and self.config.producer_warpgroup and self.groups > 1
         return may_visit and is_causal and self.work_tiles.exceeds_cache
+
+    @property
+    def is_about_128(self) -> bool:
+        """Whether the larger head dim is 128, padding included: above 96 and not wide."""
+        return 96 < max(self.head_dim, self.value_dim) <= WIDEST_NARROW_HEAD_DIM
 
     @property
     def exchanges_late(self) -> bool:
@@ -381,8 +385,7 @@ class BackwardStatic(Sm90Static):
         next queries where it delays neither exponentials nor products (:mod:`.backward_step`). It
         gains nothing for head dims up to 96. What takes registers leaves none for it.
         """
-        gains = max(self.head_dim, self.value_dim) > 96 and not self.config.wide
-        return gains and not (self.needs_registers or self.masks_by_arrays)
+        return self.is_about_128 and not (self.needs_registers or self.masks_by_arrays)
 
     @property
     def half_dim(self) -> int:
@@ -391,16 +394,13 @@ class BackwardStatic(Sm90Static):
 
     @property
     def starts_dp_from_zero(self) -> bool:
-        """Whether dP's accumulator gets :func:`instructions.fresh_zeros`, which takes few moves.
-
-        Not measured for wide heads.
-        """
-        return not self.config.wide
+        """Whether dP's accumulator gets :func:`instructions.fresh_zeros`, which takes few moves."""
+        return self.form.starts_from_zero
 
     @property
     def starts_dq_from_zero(self) -> bool:
         """The same of dQ's accumulator. With a producer its product starts from zero anyway."""
-        return not (self.config.producer_warpgroup or self.config.wide)
+        return self.form.starts_from_zero and not self.config.producer_warpgroup
 
     @property
     def stores_left_operands(self) -> bool:
@@ -431,17 +431,16 @@ class BackwardStatic(Sm90Static):
     @property
     def dkv_dims(self) -> tuple[int, int]:
         """Lanes of dK and of dV that a consumer warpgroup accumulates."""
-        parts = BACKWARD_WARPGROUPS if self.config.shares_keys else 1
-        return self.head_dim // parts, self.value_dim // parts
+        return self.head_dim // self.form.dkv_parts, self.value_dim // self.form.dkv_parts
 
     @property
     def score_queries(self) -> int:
         """Queries of a tile of scores in a consumer's registers."""
-        return WIDE_SCORE_QUERIES if self.config.wide else self.config.block_q
+        return self.form.score_queries or self.config.block_q
 
     def first_key(self, warpgroup: Any) -> Any:
         """A warpgroup's first key in the work tile."""
-        return 0 if self.config.same_keys else warpgroup * WARPGROUP_ROWS
+        return 0 if self.form.same_keys else warpgroup * WARPGROUP_ROWS
 
     def first_lane(self, warpgroup: Any) -> Any:
         """The first lane of a warpgroup's part of dQ, where that is half of the lanes."""
@@ -467,6 +466,25 @@ class BackwardStatic(Sm90Static):
         per-head parameters, which need dS without the scale.
         """
         return self.dtype == jnp.bfloat16 and not self.spec.score.differentiated
+
+    @property
+    def dropout_has_scale(self) -> bool:
+        """Whether dropout's factors contain the score's scale, which dS then gets from them.
+
+        Else a score would be multiplied by both. P is multiplied by the same factors, so dV is
+        divided by the scale at the end. Far from 1 the scale could make weights underflow or
+        overflow.
+        """
+        is_usual = 2**-40 <= abs(self.spec.score.scale) <= 2**40
+        return self.spec.dropout is not None and self.scale_in_ds and is_usual
+
+    @property
+    def dropout_unit(self) -> float | None:
+        """Dropout's factor on the weights that are kept; None without dropout."""
+        dropout = self.spec.dropout
+        if dropout is None:
+            return None
+        return dropout.unit * (self.spec.score.scale if self.dropout_has_scale else 1.0)
 
     @property
     def work_tiles(self) -> WorkTiles:

@@ -1,16 +1,16 @@
 """One step of the backward kernel's loop for head dims above 128.
 
 dK and dV of 64 keys fill the registers there. So P, dP and dS are computed for 32 queries at a
-time, and dQ some lanes at a time. Two forms, by the tiles:
+time, and dQ some lanes at a time. Two of :mod:`pallas_kernels.mosaic.sm90.backward_forms`:
 
-- 128 keys, for (192, 128): a consumer accumulates dK and dV of 64 keys, as in
+- OWN_KEYS, for (192, 128): a consumer accumulates dK and dV of 64 keys, as in
   :mod:`pallas_kernels.mosaic.sm90.backward_step`. It multiplies them with all 64 queries of a tile,
   and computes the rest of the scores in two halves. dS is dK's left operand in shared memory, where
   dQ reads it, too.
-- 64 keys, up to (256, 256): both consumers work on the same keys. Each computes the scores of half
-  of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in shared
-  memory. While a step's exponentials are computed, the first part of the previous step's dQ is.
-  At (192, 192) it serves the calls that :mod:`pallas_kernels.mosaic.sm90.split_step` does not:
+- SHARED_KEYS, up to (256, 256): both consumers work on the same keys. Each computes the scores of
+  half of the queries, and accumulates half of the lanes of dK and dV. P and dS are exchanged in
+  shared memory. While a step's exponentials are computed, the first part of the previous step's dQ
+  is. At (192, 192) it serves the calls that :mod:`pallas_kernels.mosaic.sm90.split_step` does not:
   those it has no registers for, block-sparse masks, and all with JAX 0.12.
 
 Without a producer warpgroup a step starts the copies of the next one under its first products: the
@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.fragments import optimization_barrier
 from pallas_kernels.mosaic.sm90.backward_epilogue import add_dq, ds_buffer, load_dq_factors
+from pallas_kernels.mosaic.sm90.backward_forms import OWN_KEYS, WIDE_SCORE_QUERIES
 from pallas_kernels.mosaic.sm90.backward_scores import Consumer
 from pallas_kernels.mosaic.sm90.backward_step import (
     State,
@@ -40,7 +41,7 @@ from pallas_kernels.mosaic.sm90.backward_step import (
     weights,
     weights_and_gradients,
 )
-from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS, WIDE_SCORE_QUERIES
+from pallas_kernels.mosaic.sm90.configs import WARPGROUP_ROWS
 from pallas_kernels.mosaic.work_tiles import TileCoordinates
 
 
@@ -53,8 +54,8 @@ def step(
 ) -> State:
     """See :func:`pallas_kernels.mosaic.sm90.backward_step.step`."""
     config = consumer.static.config
-    form = _step_with_shared_keys if config.shares_keys else _step_with_own_keys
-    state = form(consumer, masked, functools.partial(copy_ahead, step, True), step, state)
+    of_form = _step_with_own_keys if config.form is OWN_KEYS else _step_with_shared_keys
+    state = of_form(consumer, masked, functools.partial(copy_ahead, step, True), step, state)
     if not config.producer_warpgroup:
         # Their copy was started in this step, which would have waited too early.
         wait_for_queries(consumer, step + 1)
@@ -285,13 +286,13 @@ class _Dq:
 def finish(consumer: Consumer, state: State) -> State:
     """Ends the work tile's last step: adds what no further step computes."""
     config, barriers = consumer.static.config, consumer.refs.barriers
-    if not config.shares_keys:
+    if config.form is OWN_KEYS:
         plgpu.barrier_wait(barriers.ds_arrived)
         # The last step's products have read the buffer to which dK and dV may go.
         plgpu.barrier_wait(barriers.ds_free.at[0])
     dq = _Dq.of(consumer, state, ds_buffer(consumer.static, consumer.end - 1))
     for index, accumulator in enumerate(dq.accumulators()):
         pl.run_scoped(functools.partial(dq.compute, index), accumulator)
-    if not config.shares_keys:
+    if config.form is OWN_KEYS:
         arrive_ds_free(consumer)
     return state

@@ -13,10 +13,9 @@ router's scores. Routing does not depend on the order of the tokens, so any sequ
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +24,12 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import add_adapter
 from burst_jax.models.activations import ACTIVATIONS
-from burst_jax.models.expert_chunks import run_chunked
-from burst_jax.models.expert_decoding import can_decode, largest, run_decoding
-from burst_jax.models.expert_exchange import owner_tables, run_exchanged
-from burst_jax.models.expert_rows import copied, moved, of_groups, routes_of, sizes_of, summed
+from burst_jax.models.experts.chunks import run_chunked
+from burst_jax.models.experts.decoding import can_decode, largest, run_decoding
+from burst_jax.models.experts.exchange import owner_tables, run_exchanged
+from burst_jax.models.experts.rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
     Auxiliary,
     DecoderConfig,
@@ -46,82 +44,18 @@ from burst_jax.parallel.rules import LogicalAxes
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.grouped import grouped_matmul
 
-Score = Literal["softmax", "sigmoid"]
 # The slope of the clamped variant's sigmoid, with which x sigmoid(slope x) is nearly GELU.
 _CLAMPED_SLOPE = 1.702
-_MAX_EXPERTS = 65536
 # While decoding, the largest logits are found by comparing all pairs, if these are so few.
 _COMPARISONS = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The experts of a :class:`MixtureOfExperts`, whose hidden features are ``config.mlp_dim``.
-
-    Attributes:
-      count: number of experts, E.
-      per_token: number of experts that a token is sent to, k: those with the largest logits.
-      score: function of the router's logits that weights the experts' outputs: "softmax" over all
-        experts, or "sigmoid" of each.
-      normalize: whether a token's k weights are divided by their sum. For "softmax" this is the
-        softmax over the k logits.
-      router_bias: whether the router has a bias.
-      clamp: bound c of gpt-oss's gated unit, or None for ``config.activation``. Hidden features are
-        then ``g * sigmoid(1.702 g) * (u + 1)``, with g the gate's output, at most c, and u the up
-        projection's, from -c to c.
-      shared_dim: number of hidden features of a shared expert, a gated MLP for all tokens whose
-        output is added; 0 is none.
-      balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), per layer
-        ``E sum_e f_e p_e``, with f_e the share of an expert in all assignments and p_e its mean
-        score, scores being normalized to a sum of 1; 1 if the load is even.
-      z_loss: coefficient of the router's z-loss (Zoph et al. 2022), per layer the mean of
-        ``logsumexp(logits)**2``.
-      capacity_factor: with expert parallelism, for how many assignments of a token to an expert a
-        device sends tokens to each other device at a time, as a multiple of the mean. If a device
-        has more, further exchanges follow; none is dropped. The experts' rows in memory are
-        proportional to it. None sends all at once, in memory for all tokens of all devices.
-
-    Raises:
-      ValueError: a number out of range, or an unknown score.
-    """
-
-    count: int
-    per_token: int
-    score: Score = "softmax"
-    normalize: bool = True
-    router_bias: bool = False
-    clamp: float | None = None
-    shared_dim: int = 0
-    balance_loss: float = 0.0
-    z_loss: float = 0.0
-    capacity_factor: float | None = 1.5
-
-    def __post_init__(self) -> None:
-        check_integer("count", self.count, 1, _MAX_EXPERTS)
-        check_integer("per_token", self.per_token, 1, self.count)
-        check_integer("shared_dim", self.shared_dim, 0, 2**31 - 1)
-        if self.score not in get_args(Score):
-            raise ValueError(
-                f"score is {shown(self.score)}: use one of {str(get_args(Score))[1:-1]}"
-            )
-        if self.clamp is not None:
-            check_positive("clamp", self.clamp, also=", or None")
-        if self.capacity_factor is not None:
-            check_positive("capacity_factor", self.capacity_factor, also=", or None")
-        for name in ("balance_loss", "z_loss"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ValueError(
-                    f"{name} is {shown(value)}: it must be 0, which is none, or positive and finite"
-                )
 
 
 class MixtureOfExperts(FeedForward):
     """``sum over k of w_k expert_k(x)``, each expert a gated MLP like :class:`GatedMLP`'s.
 
-    Its numbers are ``config.experts`` (:class:`Experts`), ``config.mlp_dim`` (hidden features of
-    one expert), ``config.activation`` and ``config.mlp_bias`` (biases of the experts' three
-    projections). Router logits and weights are float32. The arguments are those of
+    Its numbers are ``config.experts`` (:class:`burst_jax.models.Experts`), ``config.mlp_dim``
+    (hidden features of one expert), ``config.activation`` and ``config.mlp_bias`` (biases of the
+    experts' three projections). Router logits and weights are float32. The arguments are those of
     :class:`FeedForward`.
 
     Experts are sharded as dense weights are: inputs of gate and up, and outputs of down, over the
@@ -171,6 +105,14 @@ class MixtureOfExperts(FeedForward):
         shared = GatedMLP(dense, out_init=out_init, rngs=rngs) if experts.shared_dim else None
         self.shared = nnx.data(shared)
         self.hidden_axis = hidden_axis
+        # Of a decoding step: the mesh axes along which devices have the same tokens.
+        self._same_tokens: tuple[str, ...] | None = None
+
+    def decoding(self, *, hidden_axis: AxisNames, same_tokens_axis: AxisNames) -> Self:
+        """See :class:`FeedForward`."""
+        block: Any = super().decoding(hidden_axis=hidden_axis, same_tokens_axis=same_tokens_axis)
+        block._same_tokens = flat_names(same_tokens_axis)
+        return block
 
     @property
     def hidden_axis(self) -> AxisNames:
@@ -209,13 +151,14 @@ class MixtureOfExperts(FeedForward):
         if present is not None:
             present = present.reshape(-1) != 0
         weights, chosen, sums = self._route(x, tokens, present)
-        expert_axes, same = flat_names(self.expert_axis), flat_names(self.same_tokens_axis)
+        expert_axes, same = flat_names(self.expert_axis), self._same_tokens or ()
+        decodes = self._same_tokens is not None
         sent = tuple(name for name in expert_axes if name not in same)
         ids, count = chosen, experts.count
         if same:
-            numbers, groups = map(jnp.asarray, owner_tables(count, expert_axes, same))
+            local_ids, groups = map(jnp.asarray, owner_tables(count, expert_axes, same))
             count //= lax.axis_size(same)
-            ids = jnp.where(groups[ids] == lax.axis_index(same), numbers[ids], count)
+            ids = jnp.where(groups[ids] == lax.axis_index(same), local_ids[ids], count)
         if present is not None:
             ids = jnp.where(present[:, None], ids, count)
         sizes = sizes_of(ids.reshape(-1), count)
@@ -248,7 +191,7 @@ class MixtureOfExperts(FeedForward):
 
         rounds = None
 
-        if self.is_decoding and not sent and can_decode(tokens.shape[0], arrays[0]):
+        if decodes and not sent and can_decode(tokens.shape[0], arrays[0]):
             of_all = shared()
             distinct = tokens.shape[0] == 1 and not same
             out = run_decoding(partial(_hidden, config), arrays, ids, distinct)
@@ -310,7 +253,7 @@ class MixtureOfExperts(FeedForward):
             logits = add_adapter(self.router, x, logits.reshape(*x.shape[:2], -1))
             logits = logits.reshape(-1, experts.count)
         scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-        if self.is_decoding and logits.size * experts.count <= _COMPARISONS:
+        if self._same_tokens is not None and logits.size * experts.count <= _COMPARISONS:
             values, chosen = largest(logits, experts.per_token)
             weights = self._weights_of(values, logits)
         else:

@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 
-from burst_jax.errors import check_integer
-from burst_jax.layouts.documents import place_documents
-from burst_jax.layouts.permutation import Layout, from_layout, zone_size
+from burst_jax.layouts.balanced_layout import Balanced
+from burst_jax.layouts.layout import Layout
+from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.layouts.permutation import from_layout
 from burst_jax.layouts.work import MIN_SHARD, work_report
-from burst_jax.parallel.processes import is_main
-from burst_jax.training.batches import Batch
+from burst_jax.training import Batch, is_main
 
 # The hint appears below this share, if a balanced layout's is larger by this factor and above a
 # least share: below it the documents are too short for a ring in any layout.
@@ -38,10 +38,10 @@ class WorkLog:
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._num_shards = check_integer("num_shards", num_shards, 1)
+        self._num_shards = num_shards
         self._tries = _TRIES
 
-    def __call__(self, batch: Batch[np.ndarray], layout: Layout) -> dict[str, float]:
+    def __call__(self, batch: Batch[np.ndarray], layout: LayoutLike) -> dict[str, float]:
         """The metric ``share_of_ideal`` of this process' sequences, see :func:`work_report`.
 
         Args:
@@ -57,7 +57,8 @@ class WorkLog:
             return {}
         if segment_ids.shape[1] < n * MIN_SHARD:
             return {}
-        if zone_size(layout) is not None:
+        layout = parse_layout(layout)
+        if not layout.is_fixed:
             report = work_report(segment_ids, layout, n, positions=batch["positions"])
             return {"share_of_ideal": report.share_of_ideal}
         segment_ids = from_layout(segment_ids, layout, n)
@@ -67,17 +68,16 @@ class WorkLog:
             self._hint(segment_ids, layout, share)
         return {"share_of_ideal": share}
 
-    def _hint(self, segment_ids: np.ndarray, layout: str, share: float) -> None:
+    def _hint(self, segment_ids: np.ndarray, layout: Layout, share: float) -> None:
         n = self._num_shards
-        zone = max(one.zone for one in place_documents(segment_ids, n)[1])
-        balanced = work_report(segment_ids, f"balanced:{zone}", n).share_of_ideal
+        balanced = work_report(segment_ids, Balanced(), n).share_of_ideal
         if balanced < max(_GAIN * share, _LEAST):
             return
         self._tries = 0
         print(
             f"hint: on these packed documents the ring's slowest device reaches {share:.0%} of "
             f"ideal attention with the {layout} layout, and {balanced:.0%} with a balanced one: "
-            "use burst_jax.training.balanced_layout, or a script's --layout balanced",
+            "use --layout balanced, or burst_jax.training.balanced_layout",
             file=sys.stderr,
             flush=True,
         )

@@ -17,13 +17,13 @@ _ONES = 64
 
 
 class Routes(NamedTuple):
-    """Where n tokens are sent, k times each; row i of the sorted rows is of token order[i] // k.
+    """Where n tokens are sent, k times each; row i is of token order[i] // k.
 
     Attributes:
       ids: int32 ``[n k]``, the expert of each assignment, E for padding.
-      sorted_ids: int32 ``[n k]``, the same in ascending order.
-      order: int32 ``[n k]``, the index in ``ids`` of each sorted row.
-      inverse: int32 ``[n k]``, its inverse.
+      sorted_ids: int32 ``[n k]``, the expert of each row, in ascending order.
+      order: int32 ``[n k]``, the assignment of each row.
+      inverse: int32 ``[n k]``, the row of each assignment.
       sizes: int32 ``[E]``, the number of rows of each expert.
     """
 
@@ -54,7 +54,7 @@ def sizes_of(ids: jax.Array, count: int) -> jax.Array:
 
 @jax.custom_vjp
 def moved(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """``x[index]``. ``inverse`` has the place of each row of ``x`` in the result."""
+    """``x[index]``. ``inverse`` has where each row of ``x`` is in the result."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

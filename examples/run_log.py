@@ -1,8 +1,9 @@
-"""Log of a training run: metrics.jsonl, TensorBoard, progress, and an early end on NaN."""
+"""Log of a training run: metrics.jsonl, TensorBoard, progress, an early end on NaN or a stall."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import math
@@ -14,21 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from burst_jax.errors import optional
-from burst_jax.parallel.processes import by_first_process, check_same, is_main
-from burst_jax.training.checkpoints import Checkpoints
-from burst_jax.training.lock import FileLock
-from burst_jax.training.monitoring import StallGuard, device_memory
+import jax
+
+from burst_jax.parallel.processes import by_first_process
+from burst_jax.training import Checkpoints, check_same, is_main
 
 METRICS = "metrics.jsonl"
 CURVES = "tensorboard"
-_LOCK = ".metrics.lock"
 # Steps over which the speed is averaged.
 _WINDOW = 20
 # Metrics that end the run when they are not finite.
 _FINITE = ("loss", "grad_norm")
 # Number of progress lines per run without a terminal.
 _LINES = 20
+# Seconds: the longest timer that faulthandler supports on all platforms.
+_LONGEST = 4e6
 
 
 class NonFinite(ArithmeticError):
@@ -67,8 +68,8 @@ class RunLog:
     bar is drawn (with ``rich``, if installed); otherwise about twenty lines are printed.
 
     Lines that cannot be read, like those with an invalid byte, are reported, and the file with them
-    is kept under such a name. One RunLog at a time may write in a folder: a second run raises until
-    the first has closed its log or has ended, see :meth:`Checkpoints.lock`.
+    is kept under such a name. Two runs must not log into one folder at a time: take the run's
+    :meth:`Checkpoints.lock` first.
 
     Throughput and MFU are those of the last 20 steps, without the first one, which compiles, and
     without what :meth:`untimed` encloses.
@@ -84,16 +85,18 @@ class RunLog:
       start: last completed step; 0 starts a new run.
       tensorboard: whether to write curves for TensorBoard into ``out / "tensorboard"``.
       checkpoints: the run's checkpoints, which :class:`NonFinite` names.
-      stall_timeout: seconds without a step after which the process ends, see :class:`StallGuard`;
-        None waits forever.
+      stall_timeout: seconds after a step, without another, after which ``faulthandler`` prints the
+        stack of each thread and ends the process: JAX detects a dead process, but not one that
+        hangs on a disk, a lock or a GPU. It must exceed the longest step, evaluation and
+        checkpoint; None waits forever.
 
     Attributes:
       history: on process 0, the records of ``metrics.jsonl``, including those before ``start``.
 
     Raises:
       ImportError: ``tensorboard`` without tensorboardX.
-      ValueError: ``start`` is not in 0 ... ``steps``; another run logs in ``out``; ``steps``,
-        ``start`` or ``tokens_per_step`` differ between processes.
+      ValueError: ``start`` is not in 0 ... ``steps``; ``steps``, ``start`` or ``tokens_per_step``
+        differ between processes.
       OSError: ``out`` cannot be written to.
     """
 
@@ -114,19 +117,17 @@ class RunLog:
             raise ValueError(f"start is {start}: it must be in 0 ... steps ({steps})")
         writer = None
         if tensorboard:
-            needed = optional("tensorboardX", user="tensorboard=True", extra="tensorboard")
-            writer = needed.SummaryWriter
+            from tensorboardX import SummaryWriter as writer
         self._steps, self._last = steps, start
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_step, peak
         self._checkpoints = checkpoints
-        self._guard = None if stall_timeout is None else StallGuard(stall_timeout)
+        self._stall_timeout = stall_timeout
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._untimed = 0.0
         self.history: list[dict[str, Any]] = []
         self._first, self._every = start + 1, max(1, steps // _LINES)
         self._curves = self._bar = None
         self._file: TextIO | None = None
-        self._lock: FileLock | None = None
         self._path = Path(out) / METRICS
         check_same({"steps": steps, "start": start, "tokens_per_step": tokens_per_step})
         by_first_process(self._open)
@@ -138,27 +139,19 @@ class RunLog:
     def _open(self) -> None:
         out, start = self._path.parent, self._last
         out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / _LOCK, f"{METRICS} in {out}")
-        try:
-            if start == 0 and (moved := set_aside(out, [METRICS, CURVES])):
-                print(moved, file=sys.stderr, flush=True)
-            self.history = cut_metrics(self._path, start)
-            self._file = self._path.open("a")
-        except BaseException:
-            lock.release()
-            raise
-        self._lock = lock
+        if start == 0 and (moved := set_aside(out, [METRICS, CURVES])):
+            print(moved, file=sys.stderr, flush=True)
+        self.history = cut_metrics(self._path, start)
+        self._file = self._path.open("a")
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-        if self._guard is not None:
-            self._guard.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__()
+        if self._stall_timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
         if self._bar is not None:
             self._bar.stop()
         if self._curves is not None:
@@ -167,8 +160,6 @@ class RunLog:
             # Every line has been flushed, except one that already raised an error.
             with contextlib.suppress(OSError):
                 self._file.close()
-        if self._lock is not None:
-            self._lock.release()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of the completed step ``step``; steps count from 1.
@@ -187,8 +178,11 @@ class RunLog:
         if step <= self._last:
             raise ValueError(f"step is {step}: step {self._last} is already logged")
         self._last = step
-        if self._guard is not None:
-            self._guard.alive()
+        if self._stall_timeout is not None:
+            # Its thread needs no interpreter lock, which a thread that hangs may hold. The number
+            # is standard error's descriptor: sys.stderr may be an object without one.
+            timeout = min(self._stall_timeout, _LONGEST)
+            faulthandler.dump_traceback_later(timeout, exit=True, file=2)
         wrong = {name: metrics[name] for name in _FINITE if not math.isfinite(metrics[name])}
         if wrong:
             raise NonFinite(step, wrong, self._checkpoints)
@@ -256,6 +250,13 @@ class RunLog:
         if "device_memory_bytes" in record:
             text += f"  {record['device_memory_bytes'] / 2**30:.1f} GiB"
         return text
+
+
+def device_memory() -> int | None:
+    """Peak bytes in use over this process' devices; None where devices do not report it."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if each and "peak_bytes_in_use" in each]
+    return max(peaks, default=None)
 
 
 def _make_bar(steps: int, start: int) -> Any:

@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.device import current_target
-from pallas_kernels.mosaic.sm80.few_rows import Slots, few_rows_product, supported
+from pallas_kernels.grouped import few_rows_product, supports_few_rows
+from pallas_kernels.grouped_products import Slots
 
 
 def can_decode(tokens: int, parameters: Any) -> bool:
     """Whether :func:`run_decoding` supports so many tokens, these weights and the device."""
-    target, matrices = current_target(), (parameters.gate, parameters.down)
-    return all(supported(target, tokens, each) for each in matrices)
+    return supports_few_rows(tokens, parameters.gate, parameters.down)
 
 
 def largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -53,8 +52,8 @@ def run_decoding(
 
     Args:
       hidden: hidden features of the outputs of gate and up, float32.
-      arrays: the experts' matrices and biases (``burst_jax.models.experts``), tokens ``[n, D]``,
-        and their experts' weights, float32 ``[n, k]``.
+      arrays: the experts' matrices and biases, tokens ``[n, D]``, and their experts' weights,
+        float32 ``[n, k]``.
       ids: int32 ``[n, k]``; E is an expert of another device.
       distinct: whether there is one token, all of whose experts are on this device.
     """

@@ -16,6 +16,8 @@ does not depend on the imbalance. The number of these rounds is known on the dev
 loop waits for the host once, also if there are none. Without further rounds (C is at least the
 number of a device's assignments, like in small batches) there is no such loop.
 
+What rows, places, slots and copies are: the table in ``burst_jax.models.experts``.
+
 Sums over the experts of one device are float32, and rounded to the dtype of the tokens to be sent.
 """
 
@@ -31,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.models.expert_rows import Routes, copied, moved, summed
+from burst_jax.models.experts.rows import Routes, copied, moved, summed
 from burst_jax.parallel.collectives import exchange
 from pallas_kernels.arrays import vary, varying_axes
 
@@ -69,7 +71,7 @@ def owner_tables(
     """``(ids, group)`` of each expert, inside a ``shard_map`` over ``axes``.
 
     ``group`` is the device's index along ``same``, the axes along which tokens are the same;
-    ``ids`` numbers the experts of a group, first by device along the other axes.
+    ``ids`` are the experts' indices within a group, first by device along the other axes.
     """
     sizes = [lax.axis_size(name) for name in axes]
     each = count // math.prod(sizes)
@@ -162,8 +164,7 @@ def _round(
 ) -> tuple[jax.Array, Any]:
     """The experts' sums for assignments ``start`` to ``start + capacity`` of each part, and other.
 
-    The receiver numbers assignments by the slot of the token, and by the token's experts on this
-    device, of which there are at most m.
+    The receiver makes at most m copies of a token, one for each of its experts on this device.
     """
     (parameters, tokens, weights), (n, each) = arrays, parts.counts.shape
     (count, k), size = weights.shape, slots(tokens.shape[0], capacity)
@@ -171,7 +172,7 @@ def _round(
     assignment, place = _sent_places(parts, capacity, start)
     place_of_row, row_of_place, expert, sizes = _received_rows(parts, capacity, start)
     device = jnp.minimum(place // capacity, n).reshape(count, k)
-    pair, slot, number = _sent_tokens(device, n, size, most)
+    pair, slot, copy = _sent_tokens(device, n, size, most)
 
     def send(x: jax.Array) -> jax.Array:
         return exchange(x.reshape(n, -1, *x.shape[1:]), axes).reshape(x.shape)
@@ -179,17 +180,17 @@ def _round(
     sent = (
         copied(tokens, pair, slot),
         moved(weights.reshape(-1), assignment, place),
-        number.reshape(-1).at[assignment].get(mode="fill", fill_value=0),
+        copy.reshape(-1).at[assignment].get(mode="fill", fill_value=0),
     )
     # Ready at the same time, so that XLA sends them in one transfer (JAX 0.12 does so anyway).
-    received, received_weights, numbers = map(send, lax.optimization_barrier(sent))
+    received, received_weights, copies = map(send, lax.optimization_barrier(sent))
     # XLA would compute the other as late as it can, when nothing is being sent.
     received, other = lax.optimization_barrier((received, meanwhile()))
-    number_of_row, row_of_number = _copies(place_of_row, numbers, n, size * most)
-    rows = copied(received, number_of_row, row_of_number)
+    copy_of_row, row_of_copy = _copies(place_of_row, copies, n, size * most)
+    rows = copied(received, copy_of_row, row_of_copy)
     row_weights = moved(received_weights, place_of_row, row_of_place)
     out = run(parameters, rows, row_weights, expert, sizes)
-    sums = summed(moved(out, row_of_number, number_of_row), n * size)
+    sums = summed(moved(out, row_of_copy, copy_of_row), n * size)
     returned = send(sums.astype(out.dtype))
     return summed(moved(returned, slot, pair), count), other
 
@@ -227,41 +228,41 @@ def _sent_tokens(
       most: m, the most experts of a token on one device.
 
     Returns:
-      ``(pair of each slot [n S], slot of each pair [T min(k, n)], number of each assignment
-      [T, k])``. Slots without a token, and pairs of which nothing is sent, have an index past the
-      end. Numbers are those of the assignment on its device: ``m slot + index``.
+      ``(pair of each slot [n S], slot of each pair [T min(k, n)], copy of each assignment [T,
+      k])``. Slots without a token, and pairs of which nothing is sent, have an index past the end.
+      Copies are those of its device alone: ``m slot + ordinal``.
     """
     k = device.shape[1]
     sent = (device[..., None] == jnp.arange(n, dtype=jnp.int32)).any(1)
     rank = jnp.cumsum(sent, 0, dtype=jnp.int32) - 1
     same = (device[:, :, None] == device[:, None, :]) & np.tri(k, k, -1, dtype=bool)
-    index = jnp.sum(same, -1, dtype=jnp.int32)
+    ordinal = jnp.sum(same, -1, dtype=jnp.int32)
     rank_of = jnp.take_along_axis(rank, jnp.minimum(device, n - 1), 1)
     first = jnp.arange(n, dtype=jnp.int32) * size
     if n <= k:
         slot = jnp.where(sent, first + rank, n * size)
     else:
-        slot = jnp.where((index == 0) & (device < n), device * size + rank_of, n * size)
+        slot = jnp.where((ordinal == 0) & (device < n), device * size + rank_of, n * size)
     slot = slot.reshape(-1)
-    return _inverse(slot, n * size), slot, most * rank_of + index
+    return _inverse(slot, n * size), slot, most * rank_of + ordinal
 
 
 def _copies(
-    place_of_row: jax.Array, numbers: jax.Array, n: int, size: int
+    place_of_row: jax.Array, copies: jax.Array, n: int, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """``(number of each row [n C], row of each number [n S m])``, past the end without any.
+    """``(copy of each row [n C], row of each copy [n S m])``, past the end without any.
 
-    ``numbers`` are those of the assignments at each place, below ``size`` from each device.
+    ``copies`` are those of the assignments at each place, below ``size`` from each device.
     """
-    capacity = numbers.shape[0] // n
+    capacity = copies.shape[0] // n
     first = jnp.arange(n, dtype=jnp.int32)[:, None] * size
-    numbers = (numbers.reshape(n, capacity) + first).reshape(-1)
-    of_row = numbers.at[place_of_row].get(mode="fill", fill_value=n * size)
+    copies = (copies.reshape(n, capacity) + first).reshape(-1)
+    of_row = copies.at[place_of_row].get(mode="fill", fill_value=n * size)
     return of_row, _inverse(of_row, n * size)
 
 
 def _inverse(index: jax.Array, size: int) -> jax.Array:
-    """Where each of ``size`` numbers is in ``index``; those that are not have its length."""
+    """Where each of ``0 ... size - 1`` is in ``index``; those that are not have its length."""
     count = index.shape[0]
     at = vary(jnp.arange(count, dtype=jnp.int32), varying_axes(index))
     empty = vary(jnp.full((size,), count, jnp.int32), varying_axes(index))
@@ -284,7 +285,7 @@ def _received_rows(
     firsts, lasts, sizes = base + low, base + high, high - low
     by_expert = jnp.cumsum(sizes.T.reshape(-1))
     row_firsts = (by_expert - sizes.T.reshape(-1)).reshape(each, n).T
-    index = vary(jnp.arange(n * capacity, dtype=jnp.int32), varying_axes(parts))
+    own = vary(jnp.arange(n * capacity, dtype=jnp.int32), varying_axes(parts))
 
     def segment(last: jax.Array) -> jax.Array:
         """The segment of each row or place: the number of ends up to it."""
@@ -294,12 +295,12 @@ def _received_rows(
 
     of_row = segment(by_expert)
     places, starts = (x.T.reshape(-1)[of_row] for x in (firsts, row_firsts))
-    place_of_row = jnp.where(index < by_expert[-1], places + index - starts, n * capacity)
+    place_of_row = jnp.where(own < by_expert[-1], places + own - starts, n * capacity)
     of_place = segment(lasts.reshape(-1))
     places, starts = (x.reshape(-1)[of_place] for x in (firsts, row_firsts))
     ended = lasts.reshape(-1)[of_place]
-    here = (index >= places) & (index < ended)
-    row_of_place = jnp.where(here, starts + index - places, n * capacity)
+    here = (own >= places) & (own < ended)
+    row_of_place = jnp.where(here, starts + own - places, n * capacity)
     return place_of_row, row_of_place, of_row // n, sizes.sum(0)
 
 

@@ -1,0 +1,255 @@
+"""The public functions: ``gated_delta_rule``, its single step, and ``short_convolution``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+from burst_jax.attention.validation import check_bool, check_scale
+from burst_jax.errors import check_integer
+from burst_jax.layouts.permutation import Layout
+from burst_jax.linear import convolution, delta_rule
+from burst_jax.linear.arrays import (
+    DIMENSIONS,
+    OUT,
+    STATE,
+    STEP,
+    check_floats,
+    check_rule,
+    check_segment_ids,
+    check_shapes,
+)
+from burst_jax.linear.devices import Devices
+from burst_jax.parallel.mesh import AxisNames
+from pallas_kernels.linear.choice import check as check_implementation
+
+
+@overload
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    return_final_state: Literal[False] = False,
+    **options: Any,
+) -> jax.Array: ...
+
+
+@overload
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    return_final_state: Literal[True],
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: AxisNames = None,
+    seq_axis: AxisNames = "seq",
+    batch_axis: AxisNames = None,
+    tensor_axis: AxisNames = None,
+    layout: Layout = "contiguous",
+    scale: float | None = None,
+    segment_ids: jax.Array | None = None,
+    padding_id: int = 0,
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Linear attention with the gated delta rule, over sequences that devices share.
+
+    .. math::
+        S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, \qquad o_t = scale \cdot S_t^T q_t
+
+    with :math:`a = \exp(log\_decay)` and :math:`b = beta` (Gated DeltaNet, arXiv 2412.06464). Each
+    device reduces its tokens to an affine map of the state, the devices exchange these maps, and
+    then each one scans its tokens: no token is sent, and no device waits for another one's scan.
+
+    Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values.
+    Arrays with a T dimension are in the order of ``layout``.
+
+    Args:
+      query: ``[B, T, K, H]`` bfloat16, float16 or float32.
+      key: ``[B, T, K, H]``, same dtype, each of norm 1 (the caller normalizes queries and keys).
+        Value head h uses key head ``h // (N // K)``.
+      value: ``[B, T, N, Hv]``, same dtype; N a multiple of K.
+      log_decay: ``[B, T, N]``, at most 0; float32 is best.
+      beta: ``[B, T, N]``, between 0 and 2.
+      mesh: global arrays over this mesh; None is the mesh of ``jax.set_mesh``, and without one the
+        arrays are one device's.
+      axis_name: inside the caller's ``shard_map`` the mesh axis of the sequence, or a tuple of
+        them, outermost first: arrays are this device's. Instead of ``mesh``.
+      seq_axis: the mesh axis that shards T, or a tuple of them; None if none does.
+      batch_axis: the mesh axes that shard B.
+      tensor_axis: the mesh axes that shard the heads, K and N.
+      layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.permutation`).
+      scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
+      segment_ids: integers ``[B, T]``, an id per document. The state is zero at the beginning of
+        each document but the first one of a sequence, which continues ``initial_state``. None is
+        one document.
+      padding_id: the id of padding, which may also be inside a document. It leaves the state
+        unchanged, its output is 0, and its arrays may hold anything. Default 0.
+      initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
+      return_final_state: whether to return the state after the last token, too. Default False.
+      implementation: "mosaic_sm90" (Hopper; bfloat16, head dims 128), "xla", or None for the
+        fastest that supports the call.
+
+    Returns:
+      out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with
+      ``return_final_state`` ``(out, state)``, state float32 ``[B, N, H, Hv]``, the same on all
+      devices of a sequence. Both are differentiable, with respect to query, key, value, log_decay,
+      beta and initial_state.
+
+    Raises:
+      ValueError: an argument is wrong; the message names argument, value and remedy.
+      NotImplementedError: a layout without long runs of tokens on a device (striped, balanced), a
+        decay per key channel, or what the named implementation does not support.
+    """
+    arrays = {
+        "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
+        "segment_ids": segment_ids, "initial_state": initial_state,
+    }  # fmt: skip
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    sizes = check_rule(DIMENSIONS, arrays, "initial_state")
+    padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
+    if segment_ids is not None:
+        arrays["segment_ids"] = check_segment_ids(segment_ids, padding_id)
+    check_bool("return_final_state", return_final_state)
+    devices = Devices.of(
+        "gated_delta_rule", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
+        batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,
+    )  # fmt: skip
+    request = delta_rule.Request(
+        devices.runs(),
+        check_scale(scale, sizes["H"]),
+        padding_id,
+        check_implementation(implementation),
+    )
+    devices.check_length(sizes["T"], "value")
+    results = (OUT, STATE) if return_final_state else (OUT,)
+    found = devices.run(delta_rule.in_shard, request, arrays, results)
+    return (found[0], found[1]) if return_final_state else found[0]
+
+
+def gated_delta_rule_step(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of :func:`gated_delta_rule`, for decoding.
+
+    Args:
+      query: ``[B, K, H]`` bfloat16, float16 or float32.
+      key: ``[B, K, H]``, same dtype, each of norm 1.
+      value: ``[B, N, Hv]``, same dtype; N a multiple of K.
+      log_decay: ``[B, N]``, at most 0.
+      beta: ``[B, N]``, between 0 and 2.
+      state: float32 ``[B, N, H, Hv]``, the state before the token.
+      scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
+
+    Returns:
+      ``(out, state)``: out ``[B, N, Hv]`` in the query's dtype, and the state after the token.
+
+    Raises:
+      ValueError: an argument is wrong; the message names argument, value and remedy.
+      NotImplementedError: a decay per key channel.
+    """
+    arrays = {
+        "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
+        "state": state,
+    }  # fmt: skip
+    sizes = check_rule(STEP, arrays, "state")
+    scale = check_scale(scale, sizes["H"])
+    groups = sizes["N"] // sizes["K"]
+    q, k, v, decay, b = (x.astype(jnp.float32) for x in list(arrays.values())[:5])
+    q, k = (jnp.repeat(x, groups, axis=1) for x in (q, k))
+
+    def read(x: jax.Array, state: jax.Array) -> jax.Array:
+        return jnp.einsum("bnk,bnkv->bnv", x, state, precision=lax.Precision.HIGHEST)
+
+    state = jnp.exp(decay)[..., None, None] * state
+    u = b[..., None] * (v - read(k, state))
+    state = state + k[..., None] * u[..., None, :]
+    return (scale * read(q, state)).astype(query.dtype), state
+
+
+def short_convolution(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: AxisNames = None,
+    seq_axis: AxisNames = "seq",
+    batch_axis: AxisNames = None,
+    tensor_axis: AxisNames = None,
+    layout: Layout = "contiguous",
+    segment_ids: jax.Array | None = None,
+    padding_id: int = 0,
+) -> jax.Array:
+    r"""Causal depthwise convolution over the tokens of sequences that devices share.
+
+    .. math::
+        y_t = \sum_j weight_j \cdot x_{t - (W - 1) + j}
+
+    Linear attention layers have one of few taps before queries, keys and values. A device receives
+    the W - 1 tokens before each of its runs.
+
+    Letters: B batch, T tokens, F features, W taps.
+
+    Args:
+      x: ``[B, T, F]`` bfloat16, float16 or float32.
+      weight: ``[W, F]``, the last tap is that of the token itself.
+      mesh: as in :func:`gated_delta_rule`, like the next five.
+      axis_name: the mesh axis of the sequence inside the caller's ``shard_map``.
+      seq_axis: the mesh axes that shard T.
+      batch_axis: the mesh axes that shard B.
+      tensor_axis: the mesh axes that shard F.
+      layout: "contiguous" or "zigzag".
+      segment_ids: integers ``[B, T]``, an id per document. A tap on another document, or on
+        padding, reads zero. None is one document.
+      padding_id: the id of padding. Its output is 0, and it may hold anything. Default 0.
+
+    Returns:
+      ``[B, T, F]`` in the dtype of ``x``, accumulated in float32, and sharded like it.
+
+    Raises:
+      ValueError: an argument is wrong; the message names argument, value and remedy.
+      NotImplementedError: a layout without long runs of tokens on a device (striped, balanced).
+    """
+    arrays = {"x": x, "weight": weight, "segment_ids": segment_ids}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    sizes = check_shapes(DIMENSIONS, arrays)
+    check_floats(arrays, ("x", "weight"))
+    padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
+    if segment_ids is not None:
+        arrays["segment_ids"] = check_segment_ids(segment_ids, padding_id)
+    devices = Devices.of(
+        "short_convolution", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
+        batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,
+    )  # fmt: skip
+    request = convolution.Request(devices.runs(), padding_id)
+    devices.check_length(sizes["T"], "x")
+    return devices.run(convolution.in_shard, request, arrays, ("B T F",))[0]

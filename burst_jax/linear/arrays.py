@@ -1,0 +1,113 @@
+"""The arrays of the public functions: their dimensions, and checks with the argument's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burst_jax.attention.validation import FLOAT_DTYPES, check_is_array
+from pallas_kernels.arrays import as_int32, value_range
+
+# Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values, W
+# taps of a convolution, F its features.
+DIMENSIONS = {
+    "query": "B T K H",
+    "key": "B T K H",
+    "value": "B T N Hv",
+    "log_decay": "B T N",
+    "beta": "B T N",
+    "segment_ids": "B T",
+    "initial_state": "B N H Hv",
+    "x": "B T F",
+    "weight": "W F",
+}
+# Of gated_delta_rule_step: one token of each sequence.
+STEP = {
+    "query": "B K H",
+    "key": "B K H",
+    "value": "B N Hv",
+    "log_decay": "B N",
+    "beta": "B N",
+    "state": "B N H Hv",
+}
+OUT, STATE = "B T N Hv", "B N H Hv"
+
+
+def check_shapes(dimensions: Mapping[str, str], arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes by letter; raises ValueError unless the arrays have these dimensions."""
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for name, array in arrays.items():
+        check_is_array(name, array, "an array")
+        letters = dimensions[name].split()
+        wanted = f"[{', '.join(letters)}]"
+        if len(array.shape) != len(letters) or 0 in array.shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}: it must be {wanted}, with no empty dimension"
+            )
+        for letter, size in zip(letters, array.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(
+                    f"{name} has shape {array.shape}, {owner[letter]} has {letter} = "
+                    f"{sizes[letter]}: {name} must be {wanted} with the same {letter}"
+                )
+            owner.setdefault(letter, name)
+    return sizes
+
+
+def check_floats(arrays: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises ValueError unless each array has a dtype that is computed with."""
+    for name in names:
+        # Compared as text, which also rejects another byte order.
+        if str(arrays[name].dtype) not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{name} has dtype {arrays[name].dtype}: cast it to one of "
+                f"{', '.join(FLOAT_DTYPES)}"
+            )
+
+
+def check_rule(
+    dimensions: Mapping[str, str], arrays: Mapping[str, Any], state: str
+) -> dict[str, int]:
+    """Checks what the rule and its single step have in common; ``state`` is that argument's name.
+
+    Raises:
+      ValueError: an array has another shape or dtype.
+      NotImplementedError: one decay per key channel.
+    """
+    decay, wanted = arrays["log_decay"], dimensions["log_decay"].split()
+    if isinstance(decay, jax.Array | np.ndarray) and decay.ndim == len(wanted) + 1:
+        raise NotImplementedError(
+            f"log_decay has shape {decay.shape}, a decay per key channel (Kimi Delta Attention), "
+            f"which is not implemented: pass one per value head, [{', '.join(wanted)}]"
+        )
+    sizes = check_shapes(dimensions, arrays)
+    check_floats(arrays, ("query", "key", "value", "log_decay", "beta"))
+    dtypes = {name: arrays[name].dtype for name in ("query", "key", "value")}
+    if len(set(dtypes.values())) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"dtypes are {given}: cast them to one dtype, as key.astype(query.dtype)")
+    if sizes["N"] % sizes["K"]:
+        raise ValueError(
+            f"key has {sizes['K']} heads, value {sizes['N']}: the number of value heads must be a "
+            "multiple of the number of key heads"
+        )
+    if state in arrays and arrays[state].dtype != jnp.float32:
+        raise ValueError(f"{state} has dtype {arrays[state].dtype}: cast it to float32")
+    return sizes
+
+
+def check_segment_ids(segment_ids: Any, padding_id: int) -> Any:
+    """The ids as int32; raises ValueError if one is negative without being that of padding."""
+    segment_ids = as_int32("segment_ids", segment_ids)
+    for value in value_range(segment_ids)[:1]:
+        if value < 0 and value != padding_id:
+            raise ValueError(
+                f"segment_ids holds {value}, and padding_id is {padding_id}: pass padding_id="
+                f"{value} if that marks padding, or count documents from 1"
+            )
+    return segment_ids

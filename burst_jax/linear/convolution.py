@@ -1,0 +1,117 @@
+"""Short causal convolution on one device's tokens, with the tokens before each run of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_jax.linear.documents import tokens_of
+from burst_jax.linear.exchange import permuted
+from burst_jax.linear.runs import Runs
+from pallas_kernels.arrays import vary, varying_axes
+from pallas_kernels.device import Target
+from pallas_kernels.linear.chunks import Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Everything static of a call. Hashable."""
+
+    runs: Runs
+    padding_id: int
+
+
+def in_shard(
+    request: Request, arrays: Mapping[str, jax.Array], target: Target | None = None
+) -> tuple[jax.Array]:
+    """``[B, T, F]`` of one device's tokens; arguments as of the rule's ``in_shard``."""
+    del target
+    runs = request.runs
+    over = [lax.axis_index(name) for name in runs.axes]
+    arrays = vary(dict(arrays), varying_axes(arrays, over))
+    x, weight, tokens = runs.split(arrays["x"]), arrays["weight"], None
+    if "segment_ids" in arrays:
+        tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
+        x = jnp.where(tokens.valid[..., None], x, jnp.zeros((), x.dtype))
+    halo = weight.shape[0] - 1
+    with_halo = _with_halo(runs, (x, tokens), halo) if halo else (x, tokens)
+    return (runs.join(_convolved(*with_halo, weight)),)
+
+
+# What the sum is computed from is an input: saved would be float32 copies of it.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Array:
+    """The sum over taps, for all tokens but the first ones, which precede a run."""
+    taps, wide = weight.shape[0], jnp.float32
+    length = x.shape[1] - (taps - 1)
+    total = jnp.zeros((), wide)
+    reaches: jax.Array | None = None
+    for distance in range(taps):
+        # Whether no document begins after that tap.
+        if tokens is not None:
+            here = lax.slice_in_dim(tokens.valid, taps - 1, None, axis=1)
+            first = taps - distance
+            begins = tokens.begins[:, first : first + length] if distance else ~here
+            reaches = ~begins if reaches is None else reaches & ~begins
+        at = taps - 1 - distance
+        term = x[:, at : at + length].astype(wide) * weight[at].astype(wide)
+        if reaches is not None:
+            term = jnp.where(reaches[..., None], term, 0)
+        total = total + term
+    return total.astype(x.dtype)
+
+
+def _with_halo[Tree](runs: Runs, tree: Tree, halo: int) -> Tree:
+    """Arrays of runs, ``[B * count, T / count, ...]``, after the ``halo`` tokens before each."""
+    length = jax.tree.leaves(tree)[0].shape[1]
+    if length < halo:
+        before = _from_all(runs, tree, halo)
+    else:
+        tails = jax.tree.map(lambda x: runs.per_run(x[:, length - halo :]), tree)
+        before = jax.tree.map(runs.in_batch, _before(runs, tails))
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), before, tree)
+
+
+def _before[Tree](runs: Runs, tails: Tree) -> Tree:
+    """What ends before each of this device's runs: ``[count, B, halo, ...]``, zeros at the start.
+
+    Zigzag's second runs lead down the devices, and the first of them follows its own device's run.
+    """
+    if runs.size == 1:
+        return jax.tree.map(jnp.zeros_like, tails)
+    found = []
+    for column in range(runs.count):
+        first, *_, last = (row[column] for row in runs.order)
+        own = jax.tree.map(lambda x, column=column: x[column], tails)
+        before = permuted(runs, own, 1 if first < last else -1)
+        if column:
+            is_first = runs.device() == (0 if first < last else runs.size - 1)
+            previous = jax.tree.map(lambda x, column=column: x[column - 1], tails)
+            before = jax.tree.map(
+                lambda x, y, is_first=is_first: jnp.where(is_first, x, y), previous, before
+            )
+        found.append(before)
+    return jax.tree.map(lambda *x: jnp.stack(x), *found)
+
+
+def _from_all[Tree](runs: Runs, tree: Tree, halo: int) -> Tree:
+    """The tokens before each run where runs are shorter than the halo: all are gathered."""
+    place = np.argsort(np.array(runs.order).ravel())
+
+    def gathered(x: jax.Array) -> jax.Array:
+        own = runs.per_run(x)
+        every = lax.all_gather(own, runs.axes) if runs.size > 1 else own[None]
+        ordered = every.reshape(runs.total, *own.shape[1:])[place]
+        whole = jnp.moveaxis(ordered, 0, 1).reshape(own.shape[1], -1, *x.shape[2:])
+        padded = jnp.concatenate([jnp.zeros_like(whole[:, :1])] * halo + [whole], axis=1)
+        starts = runs.here() * x.shape[1]
+        cut = [lax.dynamic_slice_in_dim(padded, starts[i], halo, 1) for i in range(runs.count)]
+        return runs.in_batch(jnp.stack(cut))
+
+    return jax.tree.map(gathered, tree)

@@ -1,0 +1,191 @@
+"""The gated delta rule on one device's tokens, and its gradient, as a ``custom_vjp``.
+
+Forward: the affine map of each run of tokens, an exchange of maps, the scan from the states that
+arrive. Backward: the gradient of each run's first state from its own tokens, an exchange with M
+transposed, then all gradients. A device alone needs neither map nor exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from burst_jax.linear.documents import tokens_of
+from burst_jax.linear.exchange import Maps, arriving
+from burst_jax.linear.runs import Runs
+from pallas_kernels.arrays import pad_axis, vary, varying_axes
+from pallas_kernels.device import Target, current_target
+from pallas_kernels.linear.backend import Implementation, Inputs
+from pallas_kernels.linear.choice import resolve
+
+# The names under which a remat policy can save results, so that no scan and no exchange runs twice:
+# jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
+CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Everything static of a call. Hashable.
+
+    Attributes:
+      runs: how devices share sequences.
+      scale: of q k.
+      padding_id: the segment id of padding.
+      implementation: the name of the one that the caller chose, or None.
+    """
+
+    runs: Runs
+    scale: float
+    padding_id: int
+    implementation: str | None
+
+
+def in_shard(
+    request: Request, arrays: Mapping[str, jax.Array], target: Target | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The output and the final state, from one device's arrays; inside a ``shard_map`` with axes.
+
+    Args:
+      request: the static part of the call.
+      arrays: by the names of the arguments, checked.
+      target: the platform to compile for; None is that of the code being traced.
+
+    Returns:
+      ``[B, T, N, Hv]``, and float32 ``[B, N, H, Hv]``, which is the same on all devices of a
+      sequence.
+    """
+    runs = request.runs
+    # Every array is marked as varying over the axes of the tokens and whatever another one varies
+    # over. The transpose sums the gradient of an array that was the same on all devices.
+    over = [lax.axis_index(name) for name in runs.axes]
+    arrays = vary(dict(arrays), varying_axes(arrays, over))
+    inputs, start = _inputs(request, arrays), _start(runs, arrays)
+    length = inputs.v.shape[1]
+    target = target or current_target()
+    implementation = resolve(
+        request.implementation,
+        platform=target.platform,
+        compute_capability=target.compute_capability,
+        inputs=inputs,
+    )
+    inputs = _padded(inputs, implementation.multiple)
+    o, ends = _rule(_Rule(runs, request.scale, implementation), inputs, start)
+    return runs.join(o[:, :length]), _final(runs, ends)
+
+
+def _inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Inputs:
+    """A device's runs in the batch, with zeros in padding."""
+    runs = request.runs
+    names = ("query", "key", "value", "log_decay", "beta")
+    given = [runs.split(arrays[name]) for name in names]
+    if "segment_ids" not in arrays:
+        return Inputs(*given)
+    tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
+    # Padding has beta 0, but 0 times infinity or NaN is NaN.
+    given = [
+        jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros((), x.dtype))
+        for x in given
+    ]
+    return Inputs(*given, tokens)
+
+
+def _padded(inputs: Inputs, multiple: int) -> Inputs:
+    """Runs of whole chunks: keys of zeros change no state."""
+    length = -(-inputs.v.shape[1] // multiple) * multiple
+    return jax.tree.map(lambda x: pad_axis(x, 1, length), inputs)
+
+
+def _start(runs: Runs, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """The initial state at the first run of a sequence, zeros at the others."""
+    key, value = arrays["key"], arrays["value"]
+    batch, _, heads, values = value.shape
+    initial = arrays.get("initial_state")
+    if initial is None:
+        shape = batch * runs.count, heads, key.shape[-1], values
+        return vary(jnp.zeros(shape, jnp.float32), varying_axes(value))
+    if runs.total == 1:
+        return initial
+    is_first = lax.expand_dims(runs.here() == 0, range(1, 1 + initial.ndim))
+    return runs.in_batch(jnp.where(is_first, initial, 0))
+
+
+def _final(runs: Runs, ends: jax.Array) -> jax.Array:
+    """The state after the last run of a sequence."""
+    if runs.total > 1:
+        ends = runs.per_run(ends)
+        is_last = lax.expand_dims(runs.here() == runs.total - 1, range(1, ends.ndim))
+        ends = jnp.where(is_last, ends, 0).sum(0)
+    return lax.psum(ends, runs.axes) if runs.axes else ends
+
+
+class _Rule(NamedTuple):
+    """What is static in the ``custom_vjp``."""
+
+    runs: Runs
+    scale: float
+    implementation: Implementation
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass reads.
+
+    Attributes:
+      inputs: of the forward pass.
+      kept: of what the implementation prepared.
+      start: the state before each run.
+      m: of each run's map; None without an exchange.
+    """
+
+    inputs: Inputs
+    kept: Any
+    start: jax.Array
+    m: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(rule: _Rule, inputs: Inputs, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output and the state after each run; ``start`` is added to what arrives at each."""
+    return _forward(rule, inputs, start)[0]
+
+
+def _forward(
+    rule: _Rule, inputs: Inputs, start: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    runs, scale, implementation = rule
+    prepared, m = implementation.prepare(inputs), None
+    if runs.total > 1:
+        m, ends = implementation.affine(inputs, prepared, start)
+        start = start + arriving(runs, Maps(m, ends))
+        m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
+    o, last = implementation.forward(inputs, prepared, start, scale)
+    o = checkpoint_name(o, CHECKPOINT_NAMES[0])
+    return (o, last), _Residuals(inputs, implementation.keep(prepared), start, m)
+
+
+def _backward(
+    rule: _Rule, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Inputs, jax.Array]:
+    runs, scale, implementation = rule
+    inputs, kept, start, m = residuals
+    do, last = cotangents
+    if inputs.tokens is not None:
+        do = jnp.where(inputs.tokens.valid[..., None, None], do, jnp.zeros((), do.dtype))
+    prepared = implementation.restore(inputs, kept)
+    if m is not None:
+        own = implementation.first_gradient(inputs, prepared, do, last, scale)
+        last = last + arriving(runs, Maps(m.swapaxes(-1, -2), own), reverse=True)
+    made = implementation.backward(inputs, prepared, start, do, last, scale)
+    *gradients, first = made
+    arrays = [x.astype(y.dtype) for x, y in zip(gradients, inputs, strict=False)]
+    no_gradient: Any = None
+    return Inputs(*arrays, tokens=no_gradient), first
+
+
+_rule.defvjp(_forward, _backward)

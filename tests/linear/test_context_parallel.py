@@ -1,0 +1,225 @@
+"""The gated delta rule over devices against its recurrence in float64, token by token."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import linear_calls as calls
+import linear_cases
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from meshes import mesh_of
+
+from burst_jax import linear
+from burst_jax.linear import exchange
+
+# Divisible by twice 1, 2, 3, 5, 7 and 8; runs of 105 to 1,680 tokens.
+LENGTH = 1680
+LAYOUTS = ("contiguous", "zigzag")
+QUICK = {(1, "contiguous"), (2, "contiguous"), (3, "zigzag"), (8, "zigzag")}
+# Documents with padding in them, some longer than a shard; gates of 0, 1 and 2 and near them.
+KINDS = {
+    "documents": {"documents": 5, "edges": True},
+    "one document": {"decay": 1e-3},
+    "strong decay": {"documents": 40, "decay": 3.0},
+}
+SLOW = pytest.mark.slow
+
+
+@functools.cache
+def case_of(kind, length=LENGTH):
+    rng = np.random.default_rng(len(kind))
+    return linear_cases.draw(
+        rng, length, batch=2, heads=2, key_heads=1, head_dim=8, value_dim=16, **KINDS[kind]
+    )
+
+
+@functools.cache
+def errors_of(kind, n, layout, gathered=exchange.GATHERED):
+    """Relative errors by result."""
+    case = case_of(kind)
+    call = calls.on_mesh(n, layout)
+    before, exchange.GATHERED = exchange.GATHERED, gathered
+    try:
+        got = calls.results(call, case, n, layout)
+    finally:
+        exchange.GATHERED = before
+    want = truth_of(kind)
+    return {name: linear_cases.error(got[name], want[name]) for name in got}
+
+
+@functools.cache
+def truth_of(kind):
+    return linear_cases.truth(case_of(kind))
+
+
+def assert_as_exact_as_alone(kind, n, layout, **options):
+    """Within float32's rounding, and no worse than one device."""
+    alone = errors_of(kind, 1, "contiguous")
+    for name, error in errors_of(kind, n, layout, **options).items():
+        assert error < 1.5 * alone[name] + 2e-7, name
+        assert alone[name] < 3e-5, name
+
+
+@pytest.mark.parametrize(
+    ("n", "layout"),
+    [
+        pytest.param(n, layout, marks=() if (n, layout) in QUICK else SLOW)
+        for n in (1, 2, 3, 5, 7, 8)
+        for layout in LAYOUTS
+    ],
+)
+def test_documents_and_edges(n, layout):
+    assert_as_exact_as_alone("documents", n, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "documents"])
+@pytest.mark.parametrize(("n", "layout"), [(2, "zigzag"), (8, "zigzag"), (5, "contiguous")])
+def test_error_does_not_grow_with_devices(kind, n, layout):
+    assert_as_exact_as_alone(kind, n, layout)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout"),
+    [
+        pytest.param(n, layout, marks=() if (n, layout) == (5, "zigzag") else SLOW)
+        for n in (2, 3, 5, 7, 8)
+        for layout in LAYOUTS
+    ],
+)
+def test_log_steps(n, layout):
+    """What more than 8 devices do."""
+    assert_as_exact_as_alone("documents", n, layout, gathered=0)
+
+
+def drawn(seed):
+    """``(case, n, layout)`` of drawn sizes, at most 2,000 tokens."""
+    rng = np.random.default_rng((seed, 1))
+    n, layout = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8])), LAYOUTS[rng.integers(2)]
+    runs = n * (2 if layout == "zigzag" else 1)
+    key_heads = int(rng.integers(1, 3))
+    case = linear_cases.draw(
+        rng,
+        runs * int(rng.integers(1, max(2, 2000 // runs) if seed % 2 else 6)),
+        batch=int(rng.integers(1, 3)),
+        heads=key_heads * int(rng.integers(1, 4)),
+        key_heads=key_heads,
+        head_dim=int(rng.choice([4, 8, 24])),
+        value_dim=int(rng.choice([4, 12])),
+        decay=float(rng.choice([1e-3, 0.1, 3.0])),
+        documents=int(rng.choice([0, 1, 3, 30])),
+        edges=bool(rng.integers(2)),
+    )
+    return case, n, layout
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 2 else SLOW) for seed in range(16)]
+)
+def test_drawn_calls(seed):
+    case, n, layout = drawn(seed)
+    got = calls.results(calls.on_mesh(n, layout), case, n, layout)
+    for name, want in linear_cases.truth(case).items():
+        # A short sequence may have one valid token: a norm of nothing has no relative error.
+        size = max(np.linalg.norm(want), 1e-3)
+        assert np.linalg.norm(got[name] - want) < 5e-5 * size, name
+
+
+def test_padding_may_hold_anything_and_bits_are_the_same():
+    case, n, layout = case_of("documents", 240), 2, "zigzag"
+    want, again = (calls.results(calls.on_mesh(n, layout), case, n, layout) for _ in range(2))
+    got = calls.results(calls.on_mesh(n, layout), calls.with_nan(case), n, layout)
+    for name, x in want.items():
+        np.testing.assert_array_equal(again[name], x, err_msg=name)
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+    assert not want["o"][~case.valid].any()
+    for name in ("dq", "dk", "dv", "dlog_decay", "dbeta"):
+        assert not want[name][~case.valid].any(), name
+
+
+def test_other_padding_ids():
+    """Ids from 0 on, as other libraries have them, and a document of a shard that is padding."""
+    case = case_of("documents", 240)
+    ids = np.array(case.ids)
+    ids[:, 110:200] = 0
+    case = case._replace(ids=ids)
+    want = calls.results(calls.on_mesh(4, "contiguous"), case, 4, "contiguous")
+    call = calls.on_mesh(4, "contiguous", padding_id=-1)
+    got = calls.results(call, case._replace(ids=ids - 1), 4, "contiguous")
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+    truth = linear_cases.truth(case)
+    for name, x in want.items():
+        assert linear_cases.error(x, truth[name]) < 3e-5, name
+
+
+def test_a_document_that_ends_with_its_shard_leaves_no_state():
+    """The next one begins with a shard's first token, and is what it would be alone."""
+    case = case_of("one document", 64)._replace(ids=np.repeat([[1, 2, 2, 3]], 16, 1))
+    ids = np.broadcast_to(case.ids, (2, 64))
+    first, *_ = calls.on_mesh(4, "contiguous")(*map(jnp.asarray, case[:6]), jnp.asarray(ids))
+    alone = linear.gated_delta_rule(*(jnp.asarray(x[:, 16:48]) for x in case[:5]))
+    np.testing.assert_allclose(first[:, 16:48], alone, rtol=0, atol=2e-6)
+
+
+def test_half_precision():
+    """As exact as one device in the same dtype."""
+    for dtype, limit in ((jnp.bfloat16, 2e-2), (jnp.float16, 3e-3)):
+        case = case_of("documents", 240)
+        got = calls.results(calls.on_mesh(2, "zigzag"), case, 2, "zigzag", dtype)
+        want = linear_cases.truth(case)
+        assert got["o"].dtype == got["dq"].dtype == dtype
+        assert got["last"].dtype == got["dbeta"].dtype == jnp.float32
+        for name, x in got.items():
+            assert linear_cases.error(x, want[name]) < limit, name
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_batch_and_tensor_axes(kind):
+    """Sequences, tokens and heads are split at once."""
+    mesh = mesh_of(kind, data=2, seq=2, model=2)
+    case = linear_cases.draw(
+        np.random.default_rng(0), 100, batch=2, heads=4, key_heads=2, head_dim=8, documents=3
+    )
+    arrays = [*map(jnp.asarray, case[:6]), jnp.asarray(case.ids)]
+    axes = {"batch_axis": "data", "tensor_axis": "model"}
+
+    def run(*arrays):
+        *arrays, start, ids = arrays
+        return linear.gated_delta_rule(
+            *arrays, initial_state=start, segment_ids=ids, return_final_state=True, **axes
+        )
+
+    with jax.set_mesh(mesh):
+        found, vjp = jax.vjp(lambda *x: jax.jit(run)(*x, arrays[6]), *arrays[:6])
+        o, last = found
+        # The cotangents have the results' types.
+        do, dlast = (jax.device_put(x, y.sharding) for x, y in ((case.do, o), (case.dlast, last)))
+        got = dict(zip(calls.NAMES, (o, last, *vjp((do, dlast))), strict=True))
+    want = linear_cases.truth(case)
+    for name, x in got.items():
+        assert linear_cases.error(x, want[name]) < 2e-6, name
+
+
+def test_two_axes_in_any_order():
+    """A sequence over two mesh axes: the first one named is the outer one."""
+    case = case_of("documents", 240)
+    want = linear_cases.truth(case)
+    mesh = mesh_of(a=2, b=3)
+    arrays = [*map(jnp.asarray, case[:6])]
+    for axes in (("a", "b"), ("b", "a")):
+        for gathered in (exchange.GATHERED, 0):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange, "GATHERED", gathered)
+                o = jax.jit(
+                    lambda *x, axes=axes: linear.gated_delta_rule(
+                        *x[:5], initial_state=x[5], segment_ids=jnp.asarray(case.ids), mesh=mesh,
+                        seq_axis=axes,
+                    )
+                )(*arrays)  # fmt: skip
+                jax.clear_caches()
+            assert linear_cases.error(o, want["o"]) < 3e-5, axes

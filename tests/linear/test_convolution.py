@@ -1,0 +1,145 @@
+"""The short convolution over devices against its sum, tap by tap, in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementations import quick_jit
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
+
+import burst_jax
+from burst_jax import linear
+
+SLOW = pytest.mark.slow
+
+
+def connected(ids, taps):
+    """Which taps read a token of the same document, ``[taps, B, T]``; ids 0 are padding.
+
+    A document is what has one id, whatever padding is in it; a later one may have the same id.
+    """
+    batch, length = ids.shape
+    found = np.zeros((taps, batch, length), bool)
+    for b in range(batch):
+        number, before, document = 0, None, np.zeros(length, int)
+        for t in range(length):
+            if ids[b, t] > 0:
+                number += before is not None and ids[b, t] != before
+                before = ids[b, t]
+            document[t] = number
+        for t in range(length):
+            for j in range(taps):
+                s = t - (taps - 1) + j
+                both = s >= 0 and ids[b, s] > 0 and ids[b, t] > 0
+                found[j, b, t] = both and document[s] == document[t]
+    return found
+
+
+def truth(x, weight, ids, dy):
+    """``(y, dx, dweight)`` in float64, by hand."""
+    taps, length = len(weight), x.shape[1]
+    reads = connected(np.ones(x.shape[:2], int) if ids is None else ids, taps)[..., None]
+    x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
+    y, dx, dweight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)
+    for j in range(taps):
+        back = taps - 1 - j
+        shifted = np.zeros_like(x)
+        shifted[:, back:] = x[:, : length - back]
+        y += np.where(reads[j], shifted, 0) * weight[j]
+        given = np.where(reads[j], dy, 0)
+        dweight[j] = (given * shifted).sum((0, 1))
+        dx[:, : length - back] += (given * weight[j])[:, back:]
+    return y, dx, dweight
+
+
+def drawn(n, layout, taps, run, documents=True):
+    rng = np.random.default_rng(n)
+    length = n * run * (2 if layout == "zigzag" else 1)
+    x, dy = rng.standard_normal((2, 2, length, 6)).astype(np.float32)
+    ids = None
+    if documents:
+        # Ids come again, and padding is in and between documents.
+        ids = np.cumsum(rng.random((2, length)) < 0.15, 1) % 3 + 1
+        ids = np.where(rng.random((2, length)) < 0.15, 0, ids).astype(np.int32)
+    return x, rng.standard_normal((taps, 6)).astype(np.float32), ids, dy
+
+
+def results(call, x, weight, ids, dy, n, layout):
+    @quick_jit
+    def run(x, weight, dy):
+        x, dy = burst_jax.to_layout((x, dy), layout, n)
+        given = None if ids is None else burst_jax.to_layout(jnp.asarray(ids), layout, n)
+        y, vjp = jax.vjp(lambda x, weight: call(x, weight, given), x, weight)
+        dx, dweight = vjp(dy)
+        return *burst_jax.from_layout((y, dx), layout, n), dweight
+
+    return run(x, weight, dy)
+
+
+def on_mesh(n, layout):
+    mesh = mesh_of(seq=n)
+    return lambda x, weight, ids: linear.short_convolution(
+        x, weight, mesh=mesh, layout=layout, segment_ids=ids
+    )
+
+
+# [devices, layout, taps, tokens of a run]: runs shorter than what is read before them, too.
+CASES = [
+    (1, "contiguous", 4, 20),
+    (3, "zigzag", 4, 5),
+    (4, "contiguous", 4, 2),
+    *((2, "contiguous", 4, 7), (8, "zigzag", 4, 3), (5, "zigzag", 4, 1), (7, "contiguous", 2, 9)),
+    *((3, "contiguous", 1, 4), (2, "zigzag", 6, 1), (5, "contiguous", 3, 30)),
+]
+
+
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize(
+    ("n", "layout", "taps", "run"),
+    [pytest.param(*each, marks=() if i < 3 else SLOW) for i, each in enumerate(CASES)],
+)
+def test_as_exact_as_float64(n, layout, taps, run, documents):
+    x, weight, ids, dy = drawn(n, layout, taps, run, documents)
+    want = truth(x, weight, ids, dy)
+    got = results(on_mesh(n, layout), x, weight, ids, dy, n, layout)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-5)
+    if documents:  # Padding may hold anything.
+        padding = (ids == 0)[..., None]
+        bad, bad_dy = (np.where(padding, np.nan, a).astype(np.float32) for a in (x, dy))
+        again = results(on_mesh(n, layout), bad, weight, ids, bad_dy, n, layout)
+        for g, w in zip(again, got, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map(check_vma):
+    """The weight's gradient is that of all tokens."""
+    n, layout = 2, "zigzag"
+    x, weight, ids, dy = drawn(n, layout, 4, 5)
+    call = jax.shard_map(
+        lambda *a: linear.short_convolution(
+            *a[:2], segment_ids=a[2], axis_name="seq", layout=layout
+        ),
+        mesh=mesh_of(seq=n), in_specs=(P(None, "seq"), P(), P(None, "seq")),
+        out_specs=P(None, "seq"), check_vma=check_vma,
+    )  # fmt: skip
+    got = results(call, x, weight, ids, dy, n, layout)
+    for g, w in zip(got, truth(x, weight, ids, dy), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-5)
+
+
+def test_sums_are_float32_ones():
+    """bfloat16 tokens: one rounding of the result; a weight's gradient sums many terms."""
+    rng = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(rng.standard_normal((1, 4000, 2)), jnp.bfloat16), np.float32)
+    weight = np.asarray(jnp.asarray(rng.standard_normal((4, 2)), jnp.bfloat16), np.float32)
+    dy = np.ones_like(x)
+    y, vjp = jax.vjp(linear.short_convolution, *(jnp.asarray(a, jnp.bfloat16) for a in (x, weight)))
+    _, dweight = vjp(jnp.asarray(dy, jnp.bfloat16))
+    want = truth(x, weight, None, dy)
+    np.testing.assert_allclose(np.asarray(y, np.float64), want[0], rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(dweight, np.float64), want[2], rtol=2**-8, atol=1e-4)
