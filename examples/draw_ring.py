@@ -79,8 +79,9 @@ def draw_work(axes: Axes, layout: str) -> None:
         color = "white" if share > 0.8 else "black"
         text = f"{100 * share:.0f}"
         axes.text(device, step, text, ha="center", va="center", fontsize=9.5, color=color)
-    axes.set_xticks(range(N), range(N), fontsize=9.5)
-    axes.set_yticks(range(N), range(N), fontsize=9.5)
+    names = [str(number) for number in range(N)]
+    axes.set_xticks(range(N), names, fontsize=9.5)
+    axes.set_yticks(range(N), names, fontsize=9.5)
     axes.set_xlabel("device", fontsize=9.5)
     axes.set_title(f"{layout}\ntime {work.max(1).sum():.2f}", fontsize=10)
 
@@ -158,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
     # Narrow, so that the text stays readable on a phone.
     figure = plt.figure(figsize=(4.6, 5.5), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2.3))
+    upper, lower = np.asarray(figure.subfigures(2, 1, height_ratios=(3, 2.3)))
     draw_ring(upper.subplots())
     lower.suptitle("Causal work, % of a block's scores, by step and device", fontsize=11)
     panels = lower.subplots(1, 3)
