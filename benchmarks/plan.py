@@ -29,8 +29,8 @@ _STRATEGIES = {
     "zigzag, NCCL": ("ring", "zigzag", None),
     "striped": ("ring", "striped", None),
     "contiguous": ("ring", "contiguous", None),
-    "hybrid, ulysses of 2": ("ring of {pairs}, ulysses of 2", "zigzag", None),
-    "ulysses": ("ulysses", "contiguous", None),
+    "ring + Ulysses of 2": ("ring of {pairs}, ulysses of 2", "zigzag", None),
+    "Ulysses": ("ulysses", "contiguous", None),
 }
 
 

@@ -184,10 +184,10 @@ def strategies(case: Case, n: int) -> dict[str, Callable[[], Strategy]]:
         "two-level ring": lambda: by_two(
             "ring of two levels", (2, n // 2), seq_axis=("outer", "inner")
         ),
-        "hybrid, ulysses of 2": lambda: by_two(
+        "ring + Ulysses of 2": lambda: by_two(
             "ring of pairs", (n // 2, 2), ulysses_axis="heads"
         ),
-        "ulysses": lambda: ring(
+        "Ulysses": lambda: ring(
             case, n, "contiguous", seq_axis=None, ulysses_axis="heads"
         ),
         "all-gather, cuDNN": lambda: all_gather(case, n),
@@ -202,11 +202,11 @@ _CORE = (
     ZIGZAG,
     "striped",
     "contiguous",
-    "ulysses",
+    "Ulysses",
     "Ulysses, cuDNN",
 )
 _ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
-_LEVELS = ("two-level ring", "hybrid, ulysses of 2")
+_LEVELS = ("two-level ring", "ring + Ulysses of 2")
 # Each case, and the names of its strategies.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),

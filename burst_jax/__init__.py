@@ -1,9 +1,9 @@
 """Exact attention over sequences sharded across devices, for JAX.
 
 :func:`burst_attention` takes global arrays, :func:`ring_attention` one device's arrays inside the
-caller's own ``shard_map``, and :func:`local_attention` those of one device alone; :func:`merge`
-makes one attention of partial ones; :func:`to_layout` and its kin put tokens into the order that
-balances a causal ring.
+caller's own ``shard_map``, and :func:`local_attention` the arrays of a single device. :func:`merge`
+combines partial results exactly. :func:`to_layout` and related functions permute tokens into an
+order that balances a causal ring.
 """
 
 import importlib as _importlib

@@ -33,29 +33,29 @@ SHADES = ("#cfe0f3", "#fbe3c0", "#d5ecd2", "#e6d9f2")
 
 def draw_ring(axes: Axes) -> None:
     """Draws four devices: Q, out and lse are stationary, K and V rotate."""
-    centres = [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)]
+    centres = [(0.0, 0.85), (1.25, 0.0), (0.0, -0.85), (-1.25, 0.0)]
     for device, (x, y) in enumerate(centres):
-        box = FancyBboxPatch((x - 0.46, y - 0.3), 0.92, 0.6, boxstyle="round,pad=0.03", fc="white")
+        box = FancyBboxPatch((x - 0.5, y - 0.32), 1.0, 0.64, boxstyle="round,pad=0.03", fc="white")
         axes.add_patch(box)
-        lines = (f"device {device}", f"Q{device} out lse", f"K{device} V{device}")
+        lines = (f"device {device}", f"Q{device}, out, lse", f"K{device} V{device}")
         for line, text in enumerate(lines):
             color = ("black", STATIONARY, ROTATING)[line]
-            height = y + 0.19 * (1 - line)
-            axes.text(x, height, text, ha="center", va="center", fontsize=9.5, color=color)
+            height = y + 0.2 * (1 - line)
+            axes.text(x, height, text, ha="center", va="center", fontsize=10, color=color)
         start = np.array([x, y])
         end = np.array(centres[(device + 1) % N])
         axes.add_patch(
             FancyArrowPatch(
                 tuple(start + 0.42 * (end - start)),
-                tuple(start + 0.58 * (end - start)),
+                tuple(start + 0.6 * (end - start)),
                 arrowstyle="-|>",
-                mutation_scale=18,
+                mutation_scale=16,
                 color=ROTATING,
                 linewidth=2.5,
             )
         )
-    axes.text(0, 0, "K, V sent\nduring\nthe kernel", ha="center", va="center", fontsize=9)
-    axes.set(xlim=(-1.5, 1.5), ylim=(-1.35, 1.35), aspect="equal")
+    axes.text(0, 0, "K, V sent\nduring\nthe kernel", ha="center", va="center", fontsize=10)
+    axes.set(xlim=(-1.85, 1.85), ylim=(-1.25, 1.25), aspect="equal")
     axes.set_title("K, V rotate; Q is stationary", fontsize=11)
     axes.axis("off")
 
@@ -77,11 +77,13 @@ def draw_work(axes: Axes, layout: str) -> None:
     axes.imshow(work, cmap="Blues", vmin=0, vmax=1.3)
     for (step, device), share in np.ndenumerate(work):
         color = "white" if share > 0.8 else "black"
-        text = f"{share:.0%}"
-        axes.text(device, step, text, ha="center", va="center", fontsize=10, color=color)
-    axes.set_xticks(range(N), [f"dev {d}" for d in range(N)], fontsize=9.5)
-    axes.set_yticks(range(N), [f"step {s}" for s in range(N)], fontsize=9.5)
-    axes.set_title(f"{layout}: time {work.max(1).sum():.2f}", fontsize=11)
+        text = f"{100 * share:.0f}"
+        axes.text(device, step, text, ha="center", va="center", fontsize=9.5, color=color)
+    names = [str(number) for number in range(N)]
+    axes.set_xticks(range(N), names, fontsize=9.5)
+    axes.set_yticks(range(N), names, fontsize=9.5)
+    axes.set_xlabel("device", fontsize=9.5)
+    axes.set_title(f"{layout}\ntime {work.max(1).sum():.2f}", fontsize=10)
 
 
 def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
@@ -99,7 +101,7 @@ def drawn(device: int, schedule: Schedule) -> list[tuple[str, list[str]]]:
             (start,), (end,) = send.start, send.end
             sent, to = (device - start) % N, (device + end - start) % N
             names = f"K{sent} V{sent}" if send.what == "block" else f"dK{sent} dV{sent}"
-            sends.append(f"{names} → dev {to}")
+            sends.append(f"{names} → {to}")
         half = {"whole": "", "first": ", half 1", "second": ", half 2"}[step.part]
         steps.append((f"Q{device} · K{block} V{block}{half}", sends))
     return steps
@@ -116,19 +118,19 @@ def backward_steps(device: int) -> list[tuple[str, list[str]]]:
 
 
 def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]]]) -> None:
-    """Draws a row per device, time to the right: its kernels, and below each what it sends."""
-    width, height = 1.0, 1.0
-    for device, row in enumerate(steps):
-        top = -device * height
-        axes.text(-0.06, top + 0.36, f"device {device}", ha="right", va="center", fontsize=10)
-        for step, (kernel, sends) in enumerate(row):
+    """Draws a column per device, time downwards: its kernels, and below each what it sends."""
+    for device, column in enumerate(steps):
+        axes.text(device + 0.48, 0.1, f"device {device}", ha="center", va="bottom", fontsize=10)
+        for step, (kernel, sends) in enumerate(column):
             color = SHADES[(device - step) % N] if step < N else SHADES[device]
-            axes.add_patch(Rectangle((step, top + 0.4), width - 0.04, 0.42, fc=color, ec="none"))
-            axes.text(step + 0.48, top + 0.61, kernel, ha="center", va="center", fontsize=9)
+            # "Q0 · K0 V0, half 1" takes two lines; all boxes are as high as those.
+            lines = kernel.replace(", ", "\n")
+            axes.add_patch(Rectangle((device, -step - 0.42), 0.96, 0.42, fc=color, ec="none"))
+            axes.text(device + 0.48, -step - 0.21, lines, ha="center", va="center", fontsize=9)
             for line, send in enumerate(sends):
                 axes.text(
-                    step + 0.48,
-                    top + 0.26 - 0.19 * line,
+                    device + 0.48,
+                    -step - 0.55 - 0.21 * line,
                     send,
                     ha="center",
                     va="center",
@@ -137,10 +139,10 @@ def draw_schedule(axes: Axes, title: str, steps: list[list[tuple[str, list[str]]
                 )
     count = len(steps[0])
     for step in range(count):
-        name = f"step {step}" if step < N else "last step"
-        axes.text(step + 0.48, 1.0, name, ha="center", va="center", fontsize=9.5, color="#555555")
-    axes.set(xlim=(-0.62, N + 1), ylim=(-N + 0.95, 1.15))
-    axes.set_title(title, loc="left", fontsize=11)
+        name = f"step {step}" if step < N else "last\nstep"
+        axes.text(-0.08, -step - 0.21, name, ha="right", va="center", fontsize=9.5, color="#555555")
+    axes.set(xlim=(-0.62, N), ylim=(-count + 0.05, 0.3))
+    axes.set_title(title, loc="left", fontsize=10.5)
     axes.axis("off")
 
 
@@ -156,21 +158,23 @@ def main(argv: list[str] | None = None) -> None:
     # Without a date and with ids from a fixed salt the files are the same at every run.
     matplotlib.rcParams["svg.hashsalt"] = "burst-jax"
     # Narrow, so that the text stays readable on a phone.
-    figure, panels = plt.subplots(2, 2, figsize=(5.8, 5.6), layout="constrained")
-    draw_ring(panels.flat[0])
-    for axes, layout in zip(panels.flat[1:], ("contiguous", "zigzag", "striped"), strict=True):
+    figure = plt.figure(figsize=(4.6, 5.5), layout="constrained")
+    upper, lower = np.asarray(figure.subfigures(2, 1, height_ratios=(3, 2.3)))
+    draw_ring(upper.subplots())
+    lower.suptitle("Causal work, % of a block's scores, by step and device", fontsize=11)
+    panels = lower.subplots(1, 3)
+    panels[0].set_ylabel("ring step", fontsize=9.5)
+    for axes, layout in zip(panels, ("contiguous", "zigzag", "striped"), strict=True):
         draw_work(axes, layout)
     figure.savefig(folder / "ring.svg", metadata={"Date": None})
 
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 7.2), layout="constrained")
     forward = [forward_steps(device) for device in range(N)]
-    draw_schedule(
-        upper, "Forward: each device merges each block's result into out and lse", forward
-    )
     backward = [backward_steps(device) for device in range(N)]
-    draw_schedule(
-        lower, "Backward (rotate_kv, one kernel): the gradient follows its block", backward
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(4.8, 8.8), height_ratios=(4, 5), layout="constrained"
     )
+    draw_schedule(upper, "Forward: each result is merged into out and lse", forward)
+    draw_schedule(lower, "Backward (rotate_kv): the gradient follows its block", backward)
     figure.savefig(folder / "schedule.svg", metadata={"Date": None})
 
 

@@ -191,7 +191,7 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
       The saved tokens, as a corpus.
 
     Raises:
-      ValueError: the path has another suffix or is no regular file, the corpus holds token ids
+      ValueError: the path has another suffix or is not a regular file, the corpus holds token ids
         already, or a document cannot be read.
     """
     path = Path(path)

@@ -125,7 +125,7 @@ class _Cut(FlatMapTransform):
 class _StackedStreams(grain.IterDataset):
     """Sequences of several streams, stacked: ``[streams, length]``.
 
-    A stream that has ended yields padding, without an end.
+    A stream that has ended yields padding indefinitely.
     """
 
     def __init__(self, streams: Sequence[grain.IterDataset], length: int):

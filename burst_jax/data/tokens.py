@@ -76,7 +76,7 @@ class ByteTokens:
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of token ids ``[tokens]``; ids that are no bytes are skipped."""
+        """The text of token ids ``[tokens]``; ids that are not bytes are skipped."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -101,7 +101,7 @@ class TokenizerFile:
 
     Raises:
       ImportError: ``tokenizers`` is not installed.
-      ValueError: there is no such file, it is no tokenizer, or it lacks the separator.
+      ValueError: there is no such file, it is not a tokenizer, or it lacks the separator.
     """
 
     is_bytes = False

@@ -15,7 +15,7 @@ _WIDTH = 96
 
 
 def config_code(config: DecoderConfig) -> list[str]:
-    """Lines that import what is needed, and define ``config``, but for its ``hf_config``."""
+    """Lines that import what is needed and define ``config``, without its ``hf_config``."""
     types, arguments = {DecoderConfig}, []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -41,7 +41,7 @@ def config_code(config: DecoderConfig) -> list[str]:
 
 
 def _code(value: Any) -> str:
-    """A value as code; of dataclasses only what differs from the defaults."""
+    """A value as code; of a dataclass only the fields that differ from their defaults."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_code, value))}{',' * (len(value) == 1)})"
     if not dataclasses.is_dataclass(value):

@@ -84,7 +84,7 @@ def fits(memory: StepMemory, cluster: Cluster) -> bool:
 
 
 def surely_fits(memory: StepMemory, cluster: Cluster) -> bool:
-    """Whether it fits even if it needs as much more as the model's error."""
+    """Whether it fits even if the estimated memory is too low by the model's error."""
     return (1 + MEMORY_ACCURACY) * memory.total <= USABLE * cluster.gpu.memory * _GIB
 
 
@@ -373,7 +373,7 @@ class TrainingPlan:
         ]
 
     def _risk(self, best: StepEstimate) -> list[str]:
-        """That the recommended strategy may not fit; empty if it surely does."""
+        """A warning that the recommended strategy may not fit; empty if it fits for certain."""
         if surely_fits(best.memory, self.cluster):
             return []
         usable = USABLE * self.cluster.gpu.memory

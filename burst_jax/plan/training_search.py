@@ -233,9 +233,10 @@ class _Search:
         return [self._in_chunks(dataclasses.replace(strategy, remat_layers=count))]
 
     def _in_chunks(self, strategy: TrainingStrategy) -> StepEstimate:
-        """With the fewest chunks of the feed-forward that surely fit, or that fit.
+        """The strategy with the fewest feed-forward chunks that fit.
 
-        Else with the least memory. A chunk more takes less time than the memory's error is worth.
+        Chunks that fit with a margin for the model's error are preferred, as one more costs little
+        time. If none fit, it is the strategy with the least memory.
         """
         options = list(self._chunked(strategy))
         fitting = [

@@ -114,20 +114,19 @@ def of_loader(batch: Any, layout: LayoutLike, num_shards: int) -> tuple[Any, Any
 
 
 def natural_index(sizes: Sizes) -> np.ndarray:
-    """``[1, T]``: the index in natural order of the token at each place of it."""
+    """``[1, T]``: the index of each token in natural order."""
     return np.arange(sizes.length)[None]
 
 
 def ordered(
     batch: Any, sizes: Sizes, layout: Layout, num_shards: int, names: set[str]
 ) -> tuple[Any, np.ndarray]:
-    """The batch in natural order for a layout, and the index in it of the token at each place.
+    """The batch in natural order for a layout, and for each slot of the layout its token's index.
 
     The index is ``[1, T]``, or ``[B, T]`` if sequences differ in their order. Then the documents of
     the batch determine it, and the layout gives them new ids. Both programs get them, so that their
-    values can be compared. It fills places with padding; here they are the batch's own tokens of
-    segment 0, so that the layout is a permutation of all tokens, with position 0 as in
-    :func:`make_batch`.
+    values can be compared. Slots that the layout would pad get the batch's own tokens of segment 0,
+    so that it is a permutation of all tokens; their position is 0, as in :func:`make_batch`.
 
     Args:
       batch: in natural order.
@@ -217,7 +216,7 @@ def wrong_order(
 
 
 def _unlike(batch: Any, other: Any, ignored: np.ndarray | None = None) -> list[str]:
-    """Names of the arrays of a batch that another one does not have, but for ``ignored`` places."""
+    """Names of the arrays that differ between two batches, except at ``ignored`` positions."""
 
     def same(x: Any, y: np.ndarray) -> bool:
         x = np.asarray(x)

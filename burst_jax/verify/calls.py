@@ -1,4 +1,4 @@
-"""What the attention calls of a traced loss say: layouts, mesh axes, masks."""
+"""What the attention calls of a traced loss specify: layouts, mesh axes, masks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def replicated_sentences(
 
 
 def without_segments(calls: Sequence[WatchedCall]) -> list[str]:
-    """A sentence about calls without segment ids, if other calls have some."""
+    """A sentence about the calls without segment ids, if other calls have them."""
     have = [_argument(call, "query_segment_ids") is not None for call in calls]
     if all(have) or not any(have):
         return []
@@ -124,7 +124,7 @@ def without_segments(calls: Sequence[WatchedCall]) -> list[str]:
 
 
 def options_that_differ(mesh: WatchedCall, one: WatchedCall) -> list[str]:
-    """Arguments of one call that are not those of the same call on one device."""
+    """Arguments of a call that differ from those of the same call on one device."""
     if type(mesh.arguments) is not type(one.arguments):
         return ["another attention function"]
     found = []

@@ -106,7 +106,7 @@ class Sentences:
         return sentence or f"{step.name} {line} gives other values on the mesh from the same inputs"
 
     def by_index(self, step: Step) -> str | None:
-        """What a step does with tokens by their index; None if it is no such step."""
+        """What a step does with tokens by their index; None if it does not."""
         line = f"at {step.place}" if step.place is not None else "in the library's code"
         if step.name in _RANDOM:
             return (

@@ -1,9 +1,9 @@
 """Runs a loss on one device and on a mesh in lockstep, and finds the steps that differ.
 
 Both programs are the same operations, traced from the same code. Each step on the mesh gets the
-values that one device computed, permuted to the layout; so an error does not propagate, and every
-step whose result differs is wrong by itself. An array of the mesh may be in the layout's order or
-in natural order (a table of positions, say): both are right until one step combines them.
+values that one device computed, permuted to the layout. So errors do not propagate: a step whose
+result differs is itself wrong. An array of the mesh may be in the layout's order or in natural
+order (a table of positions, for example): both are right until one step combines them.
 
 Then every such step is tried: the mesh's program runs with all earlier steps corrected, and again
 with this one corrected too. If the results are the same, the step is harmless, otherwise a cause.
@@ -91,10 +91,10 @@ class Order:
         )
 
     def expected(self, shape: tuple[int, ...], inputs: Sequence[Ordered]) -> Choice:
-        """Which runs should be in the layout's order, of a step's result that agrees with none.
+        """The runs that should be in the layout's order, for a result that is in no known order.
 
-        A dimension of B T or T elements may be no tokens, but a vocabulary or features. Those of an
-        input of the same rank, by their place, say which are; without one ``[B, T, ...]`` does.
+        A dimension of T or B T elements may be a vocabulary or features instead of tokens. An input
+        of the same rank decides, by the same dimensions; without one ``[B, T, ...]`` is assumed.
         """
         runs = self.sequences(shape)
         alike = [each for each in inputs if len(each.shape) == len(shape)]
@@ -254,7 +254,7 @@ class Lockstep:
         return list(found.values())
 
     def origins(self, one_inputs: Sequence[Any], mesh_inputs: Sequence[Any]) -> list[Origin]:
-        """All steps that differ by themselves."""
+        """All steps whose result differs although their inputs are equal."""
         ones = _values(self.one, one_inputs)
         values = _values(self.mesh, mesh_inputs)
         # Where an array in natural order comes from, by its number.

@@ -129,7 +129,7 @@ class _Flattener:
     def inline(
         self, jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value], caller: Place | None
     ) -> list[Value]:
-        """Appends the steps of ``jaxpr``; ``caller`` is the place of functions that are JAX's."""
+        """Appends the steps of ``jaxpr``; ``caller`` is the location of JAX's own functions."""
         values: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
 

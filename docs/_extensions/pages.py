@@ -108,8 +108,9 @@ def on_post_build(config: Any) -> None:
             "location": f"troubleshooting.html#error-{number}",
             "title": message,
             "text": remedy,
-            # Below pages whose titles have a term, above those with a few words of a message.
-            "boost": 0.5,
+            # Below pages whose titles have a term. By length, as a long message has some words of
+            # any other one: a pasted message is first with all of its own.
+            "boost": min(1.0, 8 / len(message.split())),
         }
         for number, (message, remedy) in enumerate(_errors, start=1)
     ]

@@ -110,38 +110,43 @@ def test_the_figure_has_all_rows(tmp_path, monkeypatch):
     main(["plot", str(tmp_path / "a.json"), str(tmp_path / "a.png")])
     assert files(tmp_path) == ["a.json", "a.png"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    figure, legend, names = drawn_by(RESULTS, tmp_path, monkeypatch)
-    assert figure.get_suptitle() == "NVIDIA H200, bfloat16, jax 0.11.2"
-    # In the order of the rows; the last text is the matmul's.
-    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [
-        ["595", "wrong", "n/a", "7.5", "matmul 685"],
-        ["539", "wrong", "n/a", "690", "matmul 685"],
-    ]
-    assert names == ["cuDNN", "mosaic_sm80", "Pallas example", "new"]
-    colours = {handle.get_facecolor() for handle in legend.legend_handles}
-    assert len(colours) == len(names)
-    for axes in figure.axes:
-        assert {bar.get_facecolor() for bar in axes.patches if bar.get_width()} <= colours
+    figure, _, names = drawn_by(RESULTS, tmp_path, monkeypatch)
+    assert figure.get_suptitle().startswith("NVIDIA H200, bfloat16, jax 0.11.2\n")
+    # Numbers as in a table, in the order of the rows; the last text is the matmul's.
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == [
+        "595 / 539", "wrong", "n/a", "7.5 / 690", "full", "causal, 32/8 heads", "full",
+        "matmul 685",
+    ]  # fmt: skip
+    assert names == ["others", "burst-jax"]
+    widths = [bar.get_width() for bar in axes.patches if bar.get_width()]
+    assert widths == [595.25, 539.0, 7.5, 690]
 
 
-def test_many_bars_are_labelled(tmp_path, monkeypatch):
-    """More peers than colours: a legend of the kinds, and no space for missing bars."""
+def test_bars_have_names_and_the_colours_of_their_kind(tmp_path, monkeypatch):
+    """No space for missing bars, each case's name above its bars."""
     names = [f"peer {i}" for i in range(9)]
     rows = [Row("long", name, 100.0 + i, 50.0, 1e-3) for i, name in enumerate(names)]
-    rows += [Row("short", "peer 3", 90.0, 40.0, 1e-3), Row("short", "Ulysses, cuDNN", 80.0, 30.0)]
+    rows += [Row("short", "peer 3", 90.0, math.nan), Row("short", "Ulysses, cuDNN", 80.0, 30.0)]
+    rows += [Row("short", "contiguous", 70.0, 20.0), Row("short", "one GPU", 60.0, 10.0)]
     results = dataclasses.replace(RESULTS, rows=rows, devices=4)
-    figure, _, kinds = drawn_by(results, tmp_path, monkeypatch)
-    assert kinds == [
-        "one GPU, no communication", "others, with cuDNN", "burst-jax, contiguous layout",
-        "burst-jax",
-    ]  # fmt: skip
-    axes = figure.axes[0]
+    figure, legend, kinds = drawn_by(results, tmp_path, monkeypatch)
+    assert kinds == ["burst-jax", "others", "burst-jax, contiguous", "one GPU, no communication"]
+    (axes,) = figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["long", *names, "short", "peer 3", "Ulysses, cuDNN"]
-    assert list(axes.get_yticks()) == sorted(axes.get_yticks())
+    assert labels == [row.peer for row in rows]
+    heads = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    ticks = list(axes.get_yticks())
+    assert heads["long"] < ticks[0] < ticks[8] < heads["short"] < ticks[9]
+    assert ticks == sorted(ticks)
+    assert "90 / -" in {text.get_text() for text in axes.texts}
     bars = [bar for bar in axes.patches if bar.get_width()]
-    assert len(bars) == len(rows)
-    assert bars[-1].get_facecolor() != bars[-2].get_facecolor()
+    assert len(bars) == 2 * len(rows) - 1
+    colours = [handle.get_facecolor() for handle in legend.legend_handles]
+    assert len(set(colours)) == len(colours)
+    # The last rows are of three other kinds than the first.
+    assert [bar.get_facecolor()[:3] for bar in bars[-5::2]] == [c[:3] for c in colours[1:]]
 
 
 BAD_FILES = (

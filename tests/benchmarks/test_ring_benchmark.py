@@ -112,8 +112,8 @@ def test_unsupported_strategies():
         (lambda: ring.ulysses(CAUSAL, 3), "4 key heads for 3 devices"),
         (lambda: ring.all_gather(CAUSAL, 4), "cuDNN through JAX has no offset of the first query"),
         (ring.strategies(CAUSAL, 3)["two-level ring"], "3 devices cannot form a ring of two level"),
-        (ring.strategies(CAUSAL, 3)["hybrid, ulysses of 2"], "3 devices cannot form a ring of pai"),
-        (ring.strategies(CAUSAL, 2)["hybrid, ulysses of 2"], "2 devices cannot form a ring of pai"),
+        (ring.strategies(CAUSAL, 3)["ring + Ulysses of 2"], "3 devices cannot form a ring of pai"),
+        (ring.strategies(CAUSAL, 2)["ring + Ulysses of 2"], "2 devices cannot form a ring of pai"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             make()
