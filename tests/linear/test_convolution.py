@@ -47,7 +47,7 @@ def truth(x, weight, ids, dy):
     x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
     y, dx, dweight = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weight)
     for j in range(taps):
-        back = taps - 1 - j
+        back = min(taps - 1 - j, length)  # Of a sequence shorter than that, no token.
         shifted = np.zeros_like(x)
         shifted[:, back:] = x[:, : length - back]
         y += np.where(reads[j], shifted, 0) * weight[j]
