@@ -18,6 +18,10 @@ from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 # JAX preallocates this fraction of a GPU's memory by default.
 _PREALLOCATED = 0.75
 _GIB = 2**30
+# Of a plan's record.
+_NEEDED = {
+    "batch", "cluster", "environment", "evaluation", "length", "moment_dtype", "recommended",
+}  # fmt: skip
 
 
 def flags(estimate: dict[str, Any]) -> list[str]:
@@ -71,8 +75,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         plan = parse(read_bounded(Path(args.plan), MAX_INDEX_BYTES), str(args.plan))
-        if not isinstance(plan, dict) or not {"recommended", "evaluation"} <= plan.keys():
-            raise ValueError(f"{args.plan} is no plan of a training step: write one by --json")
+        if not isinstance(plan, dict) or not plan.keys() >= _NEEDED:
+            raise ValueError(
+                f"{args.plan} is no plan of a training step, or one of another version: write one "
+                "by --json"
+            )
         if plan["recommended"] is None:
             raise ValueError(f"{args.plan} recommends no strategy: none fits")
     except (ValueError, OSError) as error:

@@ -193,7 +193,10 @@ def train(
         # Paths may differ between hosts, but not what is read there.
         check_same({"--data": loader.get_state()["options"], "the model": repr(run.config)})
         checkpoints = stack.enter_context(Checkpoints(args.checkpoint_dir, args.keep))
-        checkpoints.lock()  # Another run that writes there ends this one at its start.
+        # Another run that writes to one of the folders ends this one at its start.
+        stack.enter_context(Checkpoints(args.out)).lock()
+        if args.checkpoint_every:
+            checkpoints.lock()
         # Frozen weights are not in the checkpoint, but in the Hugging Face checkpoint.
         abstract = [split_trained(shapes)[0], opt_shapes]
         start, state, extra = restore(args, checkpoints, abstract)

@@ -32,6 +32,9 @@ _LIBRARIES = (
 )
 
 
+_ADVICE = "XLA is many times slower; if that is right here, pass implementation='xla'"
+
+
 class SlowerKernelsWarning(UserWarning):
     """The library takes XLA's operations on a GPU for which there are kernels."""
 
@@ -76,8 +79,8 @@ def choose[K: Kernels](
     *,
     names: Sequence[str] = NAMES,
     has_warned: Callable[[K], bool] = lambda _: False,
-    option: str | None = None,
-    cost: str = "XLA is many times slower",
+    subject: str = "implementation=None",
+    advice: str = _ADVICE,
 ) -> K:
     """The implementation to run: the named one, or for None the fastest that supports the call.
 
@@ -93,8 +96,8 @@ def choose[K: Kernels](
       obstacle: why an implementation cannot run the call there, or None if it can.
       names: what None tries on a GPU, fastest first. The last one supports everything.
       has_warned: whether another call has warned of what keeps the kernels from running.
-      option: the ``implementation`` that the caller of the library passed, for the warning.
-      cost: of XLA's operations, a sentence of the warning.
+      subject: what takes XLA's operations, in the warning.
+      advice: the end of the warning: what they cost, and what to do if that is right.
 
     Raises:
       NotImplementedError: the named one cannot run.
@@ -119,11 +122,11 @@ def choose[K: Kernels](
         has = (x for x in map(by_name, faster) if x.unavailable(*target) is None)
         kernels = next(has, None) or by_name(faster[-1])
         if not has_warned(kernels):
-            _warn(kernels.name, str(obstacle(kernels)), option, cost)
+            _warn(kernels.name, str(obstacle(kernels)), subject, advice)
     return by_name(last)
 
 
-def _warn(kernels: str, obstacle: str, option: str | None, cost: str) -> None:
+def _warn(kernels: str, obstacle: str, subject: str, advice: str) -> None:
     """Warns that XLA is chosen, at the line that calls the library.
 
     Python shows one text once for each line, so a layer that is traced many times warns once.
@@ -131,12 +134,11 @@ def _warn(kernels: str, obstacle: str, option: str | None, cost: str) -> None:
     Args:
       kernels: name of the kernels that the GPU could run.
       obstacle: why they cannot run this call, with the remedy.
-      option: what the caller passed as ``implementation``.
-      cost: see :func:`choose`.
+      subject: see :func:`choose`.
+      advice: see :func:`choose`.
     """
     warnings.warn(
-        f"implementation={option!r} takes 'xla' here, and not {kernels!r}: {obstacle}. {cost}; if "
-        "that is right here, pass implementation='xla'",
+        f"{subject} takes 'xla' here, and not {kernels!r}: {obstacle}. {advice}",
         SlowerKernelsWarning,
         skip_file_prefixes=_LIBRARIES,
     )

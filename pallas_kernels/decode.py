@@ -17,6 +17,12 @@ from pallas_kernels.device import target_of
 # The most splits that are merged term by term.
 _TERMS = 64
 
+# implementation='xla' would take prefill's kernels away, too.
+_ADVICE = (
+    "XLA is slower; prefill has kernels of its own. If that is right here, ignore "
+    "pallas_kernels.SlowerKernelsWarning by a warnings filter"
+)
+
 
 class PartialAttention(NamedTuple):
     """Partial results over splits of the keys, not yet normalized (split-K decoding).
@@ -124,7 +130,7 @@ def partial_attention(
 
     chosen = choose(
         "xla" if option in ("xla", "reference") else None, _by_name, target, obstacle,
-        names=("mosaic_sm80", "xla"), option=option, cost="XLA is slower",
+        names=("mosaic_sm80", "xla"), subject="decoding", advice=_ADVICE,
     )  # fmt: skip
     arrays = query, keys, values, positions, present, last, used
     scores: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "window": window}

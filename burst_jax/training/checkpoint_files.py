@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -181,17 +182,19 @@ def has_record(folder: Path) -> bool:
 def remove(step_folder: Path) -> None:
     """Removes a checkpoint, with all that is in its folder.
 
-    It is moved first, so that no part of it is left under a step's name if this is interrupted; the
-    next call removes the rest. Of a link only the link is removed.
+    It is moved first, so that no part of it is left under a step's name if this is interrupted: the
+    next call removes the rest, and so does :func:`remove_incomplete`. Of a link only the link is
+    removed.
 
     Raises:
-      OSError: it cannot be moved, or a file cannot be removed.
+      OSError: it cannot be moved, or a file cannot be removed, of this or of an earlier checkpoint.
     """
     removed = step_folder.parent / _REMOVED
-    if removed.exists():
-        shutil.rmtree(removed)
-    removed.mkdir()
-    step_folder.rename(removed / step_folder.name)
+    removed.mkdir(exist_ok=True)
+    # What could not be removed before does not stand in the way.
+    place = Path(tempfile.mkdtemp(prefix=f"{step_folder.name}.", dir=removed))
+    step_folder.rename(place / step_folder.name)
+    shutil.rmtree(place)
     shutil.rmtree(removed)
 
 
@@ -218,9 +221,13 @@ def end(folder: Path) -> None:
 def remove_incomplete(folder: Path) -> None:
     """Removes the checkpoint that a run was writing when it ended, or failed to write.
 
+    And what an interrupted :func:`remove` has left.
+
     A name is no proof: other programs that use orbax name their temporary folders in the same way,
     and a killed run may have left one without a file.
     """
+    with contextlib.suppress(OSError):  # It is in no step's way.
+        shutil.rmtree(folder / _REMOVED)
     note = folder / _WRITING
     try:
         step = int(note.read_bytes()[:20])

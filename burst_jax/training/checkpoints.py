@@ -134,7 +134,7 @@ class Checkpoints:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / _LOCK
-        lock = FileLock(path, blocking=False, thread_local=False)
+        lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()
         except Timeout:
@@ -236,9 +236,11 @@ class Checkpoints:
             steps = sorted(self._steps(), reverse=True)
             intact = [step for step in steps if files.has_record(self.folder / str(step))]
             for old in intact[self._keep :]:
-                # A failed removal is retried after the next checkpoint.
-                with contextlib.suppress(OSError):
+                try:
                     files.remove(self.folder / str(old))
+                except OSError as error:  # It is tried again after the next checkpoint.
+                    place = self.folder / str(old)
+                    print(f"{place} could not be removed: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Waits for the last checkpoint, see :meth:`wait`, and ends threads and :meth:`lock`."""
@@ -340,9 +342,9 @@ class Checkpoints:
                 )
 
     def _set_refused_aside(self) -> None:
-        refused, self._refused = self._refused, []
-        if refused:
-            by_first_process(functools.partial(self._rename, refused))
+        if self._refused:
+            by_first_process(functools.partial(self._rename, self._refused))
+            self._refused = []
 
     def _rename(self, steps: list[int]) -> None:
         for place in (self.folder / str(step) for step in steps):
@@ -391,9 +393,11 @@ class Checkpoints:
         if writer is not None:
             with contextlib.suppress(Exception):  # It repeats the same error.
                 writer.close()
-        latest = self.latest()
+        latest = max((s for s in self._steps() if s not in self._refused), default=None)
         last = "there is none before it" if latest is None else f"the last good one is {latest}"
         remedy = "Free disk space, or use another folder"
+        if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
+            remedy = "Make it writable, or use another folder"
         if another_may_be_gone(error):
             remedy = "Another process of the run may be gone"
         return CheckpointError(

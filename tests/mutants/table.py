@@ -502,7 +502,7 @@ MUTANTS = [
      "tests/training/test_lock.py -k others"),
     ("burst_jax/training/checkpoint_files.py", "(folder / _WRITING).write_text(str(step))", "pass",
      "tests/training/test_checkpoints.py -k disk"),
-    ("burst_jax/training/checkpoint_files.py", "    step_folder.rename(removed / step_folder.name)\n    shutil.rmtree(removed)",
+    ("burst_jax/training/checkpoint_files.py", "    step_folder.rename(place / step_folder.name)\n    shutil.rmtree(place)",
      "    shutil.rmtree(step_folder)", "tests/training/test_lock.py -k interrupted"),
     ("burst_jax/training/checkpoints.py", "            self._set_refused_aside()\n        except OSError as error:",
      "        except OSError as error:", "tests/training/test_lock.py -k overwrites"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
+import pickle
 from typing import Any
 
 import jax
@@ -95,6 +97,14 @@ SPEC = AttentionSpec.of
 def test_configs_check_themselves(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_copy_of_a_form_is_the_form():
+    """Forms are compared by identity."""
+    config = sm90.wide_backward_config(192, 192)
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert copied == config
+        assert copied.form is config.form
 
 
 def test_sm90_kernels_reject_tiles_that_they_do_not_support():

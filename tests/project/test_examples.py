@@ -131,11 +131,12 @@ def test_an_interrupted_run_in_another_s_folder_loses_nothing(
     )
     assert {path.name for path in out.iterdir()} == before
 
-    # While another run writes its checkpoints, a second one ends at its start.
-    with Checkpoints(out / "checkpoints") as other:
-        other.lock()
-        message = f"{other.folder} is being written by"
-        assert message in error_of(arguments(corpus, out, *STEPS, MESH), capsys)
+    # While another run writes its checkpoints or results, a second one ends at its start.
+    for folder in (out / "checkpoints", out):
+        with Checkpoints(folder) as other:
+            other.lock()
+            message = f"{other.folder} is being written by"
+            assert message in error_of(arguments(corpus, out, *STEPS, MESH), capsys)
     # An interrupt before the first step leaves nothing to report a loss of.
     monkeypatch.setattr(train_lm, "rehearse", lambda *_: signal.raise_signal(signal.SIGINT))
     assert train_lm.main(arguments(corpus, tmp_path / "early", MESH, "--steps=3")) == 130

@@ -64,9 +64,10 @@ def test_a_second_run_raises_and_takes_over_what_a_killed_one_left(tmp_path):
     assert second.latest() == 2
 
 
-def test_file_systems_without_locks_are_reported(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_file_systems_without_locks_are_reported(tmp_path, monkeypatch, capsys, number):
     def unsupported(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with Checkpoints(tmp_path) as writer:
@@ -178,13 +179,20 @@ def test_a_damaged_checkpoint_that_cannot_be_renamed_is_an_error_with_the_last_g
         def denied(*_):
             raise PermissionError(errno.EACCES, "Permission denied")
 
-        monkeypatch.setattr(Path, "rename", denied)
-        message = "checkpoint 3 could not be written to .*Permission denied; the last good one is 2"
-        with pytest.raises(CheckpointError, match=message):
-            checkpoints.save(3, X)
+        message = (
+            "checkpoint 3 could not be written to .*Permission denied; the last good one is 1. "
+            "Make it writable, or use another folder"
+        )
+        with monkeypatch.context() as denying:
+            denying.setattr(Path, "rename", denied)
+            with pytest.raises(CheckpointError, match=message):
+                checkpoints.save(3, X)
+        checkpoints.save(2, X)  # The damaged one is out of its way.
+    assert (tmp_path / "2.refused").is_dir()
 
 
-def test_an_interrupted_removal_is_completed_by_the_next(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["the next", "another run"])
+def test_an_interrupted_removal_is_completed(tmp_path, monkeypatch, capsys, by):
     """And leaves nothing under the name of a step."""
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, X)
@@ -196,7 +204,26 @@ def test_an_interrupted_removal_is_completed_by_the_next(tmp_path, monkeypatch):
             killed.setattr(checkpoint_files.shutil, "rmtree", interrupted)
             checkpoints.save(2, X)
             checkpoints.wait()
-        assert (tmp_path / ".checkpoints.removed" / "1" / "record.json").exists()
+        assert list((tmp_path / ".checkpoints.removed").glob("1.*/1/record.json"))
+        assert "1 could not be removed: " in capsys.readouterr().err
         assert not (tmp_path / "1").exists()
+        if by == "the next":
+            checkpoints.save(3, X)
+    if by == "another run":
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(3, X)
+    left = [".checkpoints.lock", *["2"] * (by == "another run"), "3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_removal_that_fails_is_reported_and_stops_no_later_one(tmp_path, capsys):
+    (tmp_path / ".checkpoints.removed").write_text("of somebody else")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, X)
+        checkpoints.wait()
+        assert f"{tmp_path / '1'} could not be removed: " in capsys.readouterr().err
+        (tmp_path / ".checkpoints.removed").unlink()
         checkpoints.save(3, X)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".checkpoints.lock", "3"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".checkpoints.lock", "3"]

@@ -87,6 +87,10 @@ class BackwardForm:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> str:
+        # A copy is the constant itself: forms are compared by identity.
+        return self.name
+
     def supports(self, head_dim: int, value_dim: int) -> bool:
         """Whether it computes heads of these padded dims."""
         if self.head_dims is None:
