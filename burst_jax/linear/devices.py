@@ -81,14 +81,14 @@ class Devices:
                     "device's arrays inside a shard_map, mesh for global arrays"
                 )
             axes = axis_names("axis_name", axis_name)
+            if len(set(axes)) < len(axes):
+                raise ValueError(f"axis_name is {axis_name!r}: it names an axis twice")
+            _check_unused(names)
             size = math.prod(_size_in_shard_map(function, axis) for axis in axes)
             return cls(function, None, axes, (), (), size, order)
         if manual and mesh is None:
-            if missed := [axis for axis in seq if axis in manual]:
-                raise ValueError(
-                    f"axis_name is None inside a shard_map over {manual}: pass axis_name="
-                    f"{missed[0]!r}, or seq_axis=None if each device has whole sequences"
-                )
+            _check_forgotten_axes(seq, order)
+            _check_unused(names)
             return cls(function, None, (), (), (), 1, order)
         if manual:
             raise ValueError(
@@ -96,6 +96,7 @@ class Devices:
                 "axis of the sequence, with one device's arrays"
             )
         if mesh is None and jax.sharding.get_abstract_mesh().empty:
+            _check_unused(names)
             return cls(function, None, (), (), (), 1, order)
         mesh = resolve_mesh(mesh)
         check_axes(mesh, names)
@@ -156,6 +157,41 @@ class Devices:
                 )
         arguments = [_ARGUMENTS.get(letter) for letter in letters]
         return split_explicit(name, array, self.mesh, self.spec(DIMENSIONS[name]), arguments)
+
+
+def _check_forgotten_axes(seq: tuple[str, ...], layout: Layout) -> None:
+    """Raises ValueError if a call in a ``shard_map`` seems to lack the sequence's axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
+    inside = f"axis_name is None inside a shard_map over {manual}"
+    split = tuple(axis for axis in seq if axis in mesh.axis_names and mesh.shape[axis] > 1)
+    if outer := [axis for axis in split if axis not in manual]:
+        raise ValueError(
+            f"{inside}, and seq_axis {outer[0]!r} is not manual there: make it a shard_map over "
+            "that axis, too, and pass axis_name=, or seq_axis=None if each device has whole "
+            "sequences"
+        )
+    if missed := tuple(axis for axis in seq if axis in manual):
+        named = missed if len(missed) > 1 else missed[0]
+        raise ValueError(
+            f"{inside}: pass axis_name={named!r}, or seq_axis=None if each device has whole "
+            "sequences"
+        )
+    if seq and not layout.in_natural_order:
+        raise ValueError(
+            f"{inside}, and layout is {layout!r}: pass axis_name=, the mesh axes of the sequence, "
+            "or seq_axis=None if each device has whole sequences"
+        )
+
+
+def _check_unused(names: Mapping[str, AxisNames]) -> None:
+    """Raises ValueError for axes that say nothing about one device's arrays."""
+    for argument in ("batch_axis", "tensor_axis"):
+        if names[argument] is not None:
+            raise ValueError(
+                f"{argument} is {names[argument]!r}, and mesh is None: it is an axis of mesh=, for "
+                "global arrays; leave it out for one device's arrays"
+            )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -16,10 +16,6 @@ from jax import lax
 
 from burst_jax.linear.runs import Runs
 
-# Up to so many devices all maps are gathered, in one step. Beyond, log2(n) + 1 permutes send fewer
-# bytes: 128 KiB a head and run for head dim 128, times n - 1 or log2(n) + 1.
-GATHERED = 8
-
 
 class Maps(NamedTuple):
     """``S -> M S + U``.
@@ -58,7 +54,7 @@ def arriving(runs: Runs, maps: Maps, *, reverse: bool = False) -> jax.Array:
       float32 ``[B * count, N, H, Hv]``.
     """
     own = Maps(*map(runs.per_run, maps))
-    found = (_gathered if runs.size <= GATHERED else _by_steps)(runs, own, reverse)
+    found = (_gathered if runs.gathers else _by_steps)(runs, own, reverse)
     return runs.in_batch(found)
 
 

@@ -11,6 +11,9 @@ from jax import lax
 
 from burst_jax.layouts.layout import Layout
 
+# Up to so many devices all maps are gathered.
+GATHERED = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
@@ -24,11 +27,16 @@ class Runs:
 
     Attributes:
       axes: the mesh axes, outermost first; none for one device without a ``shard_map``.
-      order: for each device the indices of its runs among all runs of a sequence, ascending.
+      order: for each device the indices of its runs among all runs of a sequence, ascending. The
+        devices' first runs lead up the devices or down, their second ones the other way, and so on.
+      gathers: whether all maps are gathered, in one step. Beyond :data:`GATHERED` devices
+        log2(n) + 1 permutes send fewer bytes: 128 KiB a head and run for head dim 128, times n - 1
+        or log2(n) + 1.
     """
 
     axes: tuple[str, ...]
     order: tuple[tuple[int, ...], ...]
+    gathers: bool = True
 
     @property
     def size(self) -> int:
@@ -88,7 +96,7 @@ def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> 
     if found[0] is None or found[1] is None:
         raise NotImplementedError(
             f"layout is {layout!r}: {function} does not know its documents' order on the devices "
-            "yet; use 'zigzag', with the same segment_ids"
+            "yet; make the batch in 'zigzag', from the documents and segment_ids in natural order"
         )
     if size == 1:
         return Runs(axes, ((0,),))
@@ -100,4 +108,12 @@ def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> 
             "with to_layout(batch, 'zigzag', n)"
         )
     order = starts // (shards[0] // count)
-    return Runs(axes, tuple(tuple(int(i) for i in row) for row in order))
+    upward, devices = order[0, 0] == 0, np.arange(size)
+    for column in range(count):
+        steps = devices if upward == (column % 2 == 0) else devices[::-1]
+        if not np.array_equal(order[:, column], column * size + steps):
+            raise NotImplementedError(
+                f"layout is {layout!r}: the runs of tokens that {function} supports lead up the "
+                "devices and back down, as in 'zigzag' and 'contiguous'; use one of these"
+            )
+    return Runs(axes, tuple(tuple(int(i) for i in row) for row in order), size <= GATHERED)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from meshes import mesh_of
 
 from burst_jax import linear
-from burst_jax.linear import exchange
+from burst_jax.linear import runs
 
 # Divisible by twice 1, 2, 3, 5, 7 and 8; runs of 105 to 1,680 tokens.
 LENGTH = 1680
@@ -39,12 +39,12 @@ def case_of(kind, length=LENGTH):
 
 
 @functools.cache
-def errors_of(kind, n, layout, gathered=exchange.GATHERED):
+def errors_of(kind, n, layout, gathered=runs.GATHERED):
     """Relative errors by result."""
     case = case_of(kind)
     call = calls.on_mesh(n, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "GATHERED", gathered)
+        patch.setattr(runs, "GATHERED", gathered)
         got = calls.results(call, case, n, layout)
     want = truth_of(kind)
     return {name: linear_cases.error(got[name], want[name]) for name in got}
@@ -204,21 +204,15 @@ def test_batch_and_tensor_axes(kind):
         assert linear_cases.error(x, want[name]) < 2e-6, name
 
 
-def test_two_axes_in_any_order():
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gathered", [runs.GATHERED, 0])
+def test_two_axes_in_any_order(layout, gathered, monkeypatch):
     """A sequence over two mesh axes: the first one named is the outer one."""
+    monkeypatch.setattr(runs, "GATHERED", gathered)
     case = case_of("documents", 240)
     want = linear_cases.truth(case)
     mesh = mesh_of(a=2, b=3)
-    arrays = [*map(jnp.asarray, case[:6])]
     for axes in (("a", "b"), ("b", "a")):
-        for gathered in (exchange.GATHERED, 0):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(exchange, "GATHERED", gathered)
-                o = jax.jit(
-                    lambda *x, axes=axes: linear.gated_delta_rule(
-                        *x[:5], initial_state=x[5], segment_ids=jnp.asarray(case.ids), mesh=mesh,
-                        seq_axis=axes,
-                    )
-                )(*arrays)  # fmt: skip
-                jax.clear_caches()
-            assert linear_cases.error(o, want["o"]) < 3e-5, axes
+        got = calls.results(calls.on_mesh(6, layout, mesh=mesh, seq_axis=axes), case, 6, layout)
+        for name, result in got.items():
+            assert linear_cases.error(result, want[name]) < 3e-5, (axes, name)

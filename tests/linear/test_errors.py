@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -15,11 +16,14 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 from burst_jax import linear
+from burst_jax.layouts.layout import Layout
+from burst_jax.linear.runs import runs_of
 from pallas_kernels import SlowerKernelsWarning
 from pallas_kernels.linear import choice
 from pallas_kernels.linear.backend import Inputs
 
 B, T, K, N, H, HV = 2, 24, 2, 4, 8, 16
+FUNCTION = "gated_delta_rule"
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -141,8 +145,45 @@ def test_inside_and_outside_of_a_shard_map():
     odd = mesh_of(seq=8)
     uneven = message_of(ValueError, lambda: inside(odd, "seq", axis_name="seq", layout="zigzag"))
     assert "value holds 3 tokens per shard: the zigzag layout needs an even number" in uneven
+    two = mesh_of(a=2, b=2)
+    both = message_of(ValueError, lambda: inside(two, ("a", "b"), seq_axis=("a", "b")))
+    assert "pass axis_name=('a', 'b'), or seq_axis=None if each device has whole" in both
+    twice = message_of(ValueError, lambda: inside(mesh, "seq", axis_name=("seq", "seq")))
+    assert "axis_name is ('seq', 'seq'): it names an axis twice" in twice
+    unnamed = message_of(ValueError, lambda: inside(two, "a", layout="zigzag"))
+    assert "and layout is 'zigzag': pass axis_name=, the mesh axes of the sequence, or" in unnamed
+    batch = message_of(ValueError, lambda: inside(mesh, "seq", axis_name="seq", batch_axis="seq"))
+    assert "batch_axis is 'seq', and mesh is None: it is an axis of mesh=" in batch
     # Whole sequences on each device.
     assert inside(mesh, None, seq_axis=None).shape == (B, T, N, HV)
+
+
+def test_a_shard_map_over_other_axes():
+    mesh = mesh_of(data=2, seq=2)
+    spec, run = P(), functools.partial(linear.gated_delta_rule, layout="zigzag")
+    partly = jax.shard_map(
+        lambda *x: run(*x), mesh=mesh, in_specs=(spec,) * len(GOOD), out_specs=spec,
+        axis_names={"data"},
+    )  # fmt: skip
+    found = message_of(ValueError, lambda: jax.jit(partly)(*GOOD.values()))
+    assert "shard_map over ('data',), and seq_axis 'seq' is not manual there: make it a" in found
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rotated(Layout):
+    """Shard r holds block r + 1."""
+
+    @property
+    def name(self):
+        return "rotated"
+
+    def block_shards(self, shard_length, num_shards):
+        return shard_length, (np.arange(num_shards) + 1) % num_shards
+
+
+def test_a_layout_whose_runs_do_not_lead_up_or_down():
+    found = message_of(NotImplementedError, lambda: runs_of(Rotated(), ("seq",), 4, FUNCTION))
+    assert "layout is 'rotated': the runs of tokens that gated_delta_rule supports lead up" in found
 
 
 def test_arrays_of_several_devices_need_a_mesh():

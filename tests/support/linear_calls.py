@@ -22,7 +22,7 @@ TOKENS, STATE = P(None, "seq"), P()
 
 def on_mesh(n, layout, **options: Any):
     """``(q, k, v, log_decay, beta, start, ids) -> (o, last)``, tokens in the layout's order."""
-    return functools.partial(_call, mesh=mesh_of(seq=n), layout=layout, **options)
+    return functools.partial(_call, **({"mesh": mesh_of(seq=n), "layout": layout} | options))
 
 
 def in_shard_map(n, layout, check_vma=True, **options: Any):
