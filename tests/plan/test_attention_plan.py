@@ -383,7 +383,7 @@ def test_estimates_agree_with_measured_rings():
     gaps = []
     for results in load_rings():
         compared = list(compare_rings(results))
-        known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "ulysses"}
+        known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "Ulysses"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
         for row, forward, both in compared:

@@ -61,7 +61,9 @@ def test_a_slower_recommendation_is_explained():
     assert two_hosts.cluster.host_link == 25
     assert plan_of(TINY, 64, gpu="a100", host_link=50.0).cluster.host_link == 50
     command = str(two_hosts).splitlines()[-3]
-    assert "srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python examples/" in command
+    assert command.endswith(
+        "One process per GPU: srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8"
+    )
 
 
 def test_a_recommendation_leaves_room_for_the_error_of_memory():

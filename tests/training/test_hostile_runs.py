@@ -87,7 +87,8 @@ def test_records(tmp_path):
     # Neither is what such a record names removed.
     files = {**read_record(folder / "1").files, "notes/../../../secret": (4, "")}
     record.write_bytes(signed(json.dumps(valid | {"files": files}).encode()))
-    with unchanged(tmp_path, folder / "2"), Checkpoints(folder, keep=1) as checkpoints:
+    written = folder / "2", folder / ".checkpoints.lock"  # The lock names its owner.
+    with unchanged(tmp_path, *written), Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.save(2, X)
 
 
