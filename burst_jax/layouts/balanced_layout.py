@@ -30,7 +30,6 @@ class Balanced(Layout):
 
     attention_pass: ClassVar[AttentionPass] = "gathered"
     is_fixed: ClassVar[bool] = False
-    goes_back: ClassVar[bool] = False  # Unknown: the caller's positions determine the order.
     zone: int | None = None
 
     def __post_init__(self) -> None:

@@ -49,7 +49,6 @@ class Contiguous(Layout):
     """Shard r holds block r: natural order."""
 
     in_natural_order: ClassVar[bool] = True
-    goes_back: ClassVar[bool] = False
 
     @property
     @override

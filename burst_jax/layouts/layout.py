@@ -49,13 +49,11 @@ class Layout(abc.ABC):
       attention_pass: how attention runs in the layout.
       is_fixed: whether the order is the same for all sequences, and known before a batch is.
       in_natural_order: whether tokens stay in natural order, whatever the number of shards.
-      goes_back: whether the layout itself puts an earlier token after a later one.
     """
 
     attention_pass: ClassVar[AttentionPass] = "ring"
     is_fixed: ClassVar[bool] = True
     in_natural_order: ClassVar[bool] = False
-    goes_back: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod

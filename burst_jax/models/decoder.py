@@ -242,18 +242,21 @@ class Decoder(nnx.Module):
             weights = nnx.state(self)
             reject_sharded(weights, self.shardings(weights))
 
-    def reject_other_layout(self, positions: jax.Array | np.ndarray) -> None:
+    def reject_other_layout(
+        self, positions: jax.Array | np.ndarray, segment_ids: jax.Array | np.ndarray | None = None
+    ) -> None:
         """Raises if positions are those of another layout, or of another number of shards.
 
-        A traced call cannot see this; its loss would be wrong without being NaN.
+        A traced call compares a few tokens only; its loss could be wrong without being NaN.
 
         Args:
           positions: int32 ``[B, T]`` or ``[T]``, outside of ``jit``.
+          segment_ids: int32 ``[B, T]``, 0 for padding, or None.
 
         Raises:
           ValueError: positions in another order than that of ``layout`` on the mesh.
         """
-        reject_other_layout(positions, dict(self.options))
+        reject_other_layout(positions, dict(self.options), segment_ids)
 
     def head_kernel(self) -> jax.Array:
         """The output projection, ``[D, V]``: the head's kernel, or the embedding's transpose."""

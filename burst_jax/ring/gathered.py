@@ -105,6 +105,9 @@ class _Documents:
         outside = self._segment_ids[:, : shard.outside]
         self._contradicts = self._is_outside(inputs, zones.segment_ids, here)
         self._contradicts |= _is_on_several_shards(self.route, outside)
+        # A window searches all tokens of the shard.
+        unsorted = shard.contradicts
+        self._contradicts |= Order(*own).is_unsorted() if unsorted is None else unsorted
         # A slice is a range of a sorted zone.
         of_slices = [
             jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
@@ -221,10 +224,12 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
     if not _sends(request):
         shard, length = Shard(request, inputs), inputs.q_length
         results = run(shard.inputs, None, shard.spec, dtype)
-        if request.ring_size == 1:
+        ids, wrong = Order.of(inputs.query).segment_ids, shard.contradicts
+        if request.ring_size > 1:
+            several = _is_on_several_shards(request.route(length, length), ids)
+            wrong = several if wrong is None else several | wrong
+        if wrong is None:
             return results
-        ids = Order.of(inputs.query).segment_ids
-        wrong = _is_on_several_shards(request.route(length, length), ids)
         return vary(_nan_where(wrong, ids, results), varying_axes(inputs))
     documents = _Documents(request, inputs)
     of_whole, of_split = documents.specs

@@ -49,6 +49,17 @@ class Order(NamedTuple):
         assert side.positions is not None
         return cls(side.segment_ids[:, first:], side.positions[:, first:])
 
+    def is_unsorted(self) -> jax.Array:
+        """Bool ``[..., B]``, whether :meth:`count_before` would be wrong.
+
+        Tokens must be sorted by document and position, with padding at the end.
+        """
+        ids = jnp.where(self.segment_ids == 0, LAST, self.segment_ids)
+        here, following = ids[..., :-1], ids[..., 1:]
+        back = (following == here) & (here != LAST)
+        back &= self.positions[..., 1:] < self.positions[..., :-1]
+        return ((following < here) | back).any(-1)
+
     def count_before(self, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """How many of these tokens, sorted by document and position, come before each given one.
 
@@ -107,6 +118,8 @@ class Shard:
       inputs: with indices as positions, and the masks of :attr:`spec`.
       spec: the call's, with the mask that is left for kernels.
       outside: number of the shard's tokens outside of its zone.
+      contradicts: bool ``[B]``, whether tokens are in another order than that of a placement; None
+        if the attention does not depend on it.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
@@ -115,9 +128,12 @@ class Shard:
         query = inputs.query._replace(positions=indices(length))
         kv = inputs.kv._replace(positions=indices(length))
         self.spec = request.spec
+        order = Order.of(inputs.query)
+        self.contradicts: jax.Array | None = None
         if mask.left is not None or mask.right not in (None, 0):
             # The pieces of a document are farther apart in the text than in the shard.
-            starts, ends = _kv_ranges(mask, Order.of(inputs.query), Order.of(inputs.kv))
+            starts, ends = _kv_ranges(mask, order, Order.of(inputs.kv))
+            self.contradicts = order.is_unsorted()
             query = query._replace(segment_ids=None, kv_starts=starts, kv_ends=ends)
             kv = kv._replace(segment_ids=None)
             self.spec = without_mask(request.spec)

@@ -64,7 +64,7 @@ def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> E
         if not checked:
             model = nnx.merge(graphdef, params)
             model.reject_sharded_weights()
-            model.reject_other_layout(batch["positions"])
+            model.reject_other_layout(batch["positions"], batch["segment_ids"])
             checked = True
         return jitted(params, batch)
 

@@ -71,7 +71,8 @@ class TrainStep:
           ValueError: the first batch has another layout or number of shards than the decoder.
         """
         if not self._checked:
-            nnx.merge(self._graphdef, params).reject_other_layout(batch["positions"])
+            model = nnx.merge(self._graphdef, params)
+            model.reject_other_layout(batch["positions"], batch["segment_ids"])
             self._checked = True
         return self._jit(params, opt_state)(params, opt_state, batch)
 

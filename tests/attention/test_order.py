@@ -23,6 +23,7 @@ from burst_jax.layouts.balanced import balance_batch
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
+    balanced_layout,
     init_train_state,
     make_batch,
     make_eval_step,
@@ -32,6 +33,7 @@ from burst_jax.training import (
 
 B, T = 3, 48
 LAYOUTS = [("zigzag", 4), ("striped", 4), ("zigzag", 3), ("striped:4", 2)]
+ALL_LAYOUTS = [*LAYOUTS, ("contiguous", 4)]
 
 
 def natural_rows(rng):
@@ -65,12 +67,15 @@ def nan_rows(places, ids, **options):
     return out[:, 0, 0]
 
 
-@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "n"), ALL_LAYOUTS)
 def test_positions_in_the_layouts_order_pass(layout, n):
     rng, options = np.random.default_rng(n), options_of(layout, n)
-    for _ in range(60):
-        ids, places = (to_layout(rows, layout, n) for rows in natural_rows(rng))
+    batches = [[to_layout(rows, layout, n) for rows in natural_rows(rng)] for _ in range(60)]
+    for ids, places in batches:
         assert reject_wrong_order(X, places, ids, options) is X
+    ids, places = map(np.concatenate, zip(*batches, strict=True))
+    check = quick_jit(functools.partial(reject_wrong_order, options=options))
+    assert not np.isnan(check(jnp.ones((len(ids), T, 1)), places, ids)).any()
     plain = positions(layout, T, n)
     assert reject_wrong_order(X, plain, None, options) is X
     # Without segment ids positions may still restart: documents that see each other.
@@ -105,7 +110,7 @@ def test_packed_documents_counted_along_the_array_raise(layout, n):
     assert nan_rows(places, ids, **options_of(layout, n)).all()
 
 
-@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "n"), ALL_LAYOUTS)
 def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
     """As after pad_to_layout alone, and like a few tokens that are padded after to_layout."""
     options, natural = options_of(layout, n), np.tile(np.arange(T, dtype=np.int32), (B, 1))
@@ -128,6 +133,31 @@ def test_restarts_inside_a_segment_and_positions_of_padding_pass(layout, n):
     places = jnp.asarray(np.stack([padded[0], *restarts[::4][:2]]))
     ids = jnp.asarray(np.stack([ids[0], *np.ones((2, T), np.int32)]))
     assert not nan_rows(places, ids, **options).any()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_in_the_contiguous_layout_positions_may_go_back(traced):
+    """Where they are no permutation of a range that ascends in every shard."""
+    options, text = options_of("contiguous", 4), np.arange(T)
+    zigzag = np.array(positions("zigzag", T, 4))
+    # Number, ends and sum of these are those of a range.
+    repeated = np.where(zigzag == 5, 6, np.where(zigzag == 42, 41, zigzag))
+    infilled = np.concatenate([text[:10], text[30:], text[10:30]])
+    chunks = np.concatenate([text[24:], 100 + text[:24]])
+    without = [repeated, infilled, chunks, text % 12, text % 24, 2 * text % 47, np.roll(text, 20)]
+    ids = np.where(text // 12 % 2, 1, 2)  # Used again by later documents.
+    both = [text % 12, text % 24, repeated]
+    cases = (without, None), (both, np.stack([ids] * 3)), ([infilled[::-1]], 0 * ids[None])
+    for rows, segments in cases:
+        for first in range(0, len(rows), B):
+            places = np.stack(rows[first : first + B]).astype(np.int32)
+            x = jnp.ones((len(places), T, 2))
+            if not traced:
+                assert reject_wrong_order(x, places, segments, options) is x
+                continue
+            check = quick_jit(functools.partial(reject_wrong_order, options=options))
+            given = None if segments is None else segments.astype(np.int32)
+            assert not np.isnan(check(x, places, given)).any()
 
 
 def test_a_segment_that_begins_where_the_layout_goes_back_may_restart():
@@ -166,6 +196,16 @@ def test_traced_positions_make_the_same_sequences_nan(kind, sizes, axes):
         got = nan_rows(put(mixed), put(both), **options)
         np.testing.assert_array_equal(got, [True, True, False])
         assert nan_rows(jnp.arange(T, dtype=jnp.int32), None, **options).all()
+        # Called with the default layout.
+        contiguous = {**options, "layout": "contiguous"}
+        zigzag = np.tile(positions("zigzag", T, n), (B, 1))
+        for given in (zigzag, zigzag + np.int32(2**30)):
+            assert nan_rows(put(given), None, **contiguous).all()
+        permuted = put(to_layout(ids, "zigzag", n))
+        np.testing.assert_array_equal(nan_rows(put(right), permuted, **contiguous)[:2], True)
+        natural = put(np.tile(np.arange(T, dtype=np.int32), (B, 1)))
+        for given, segments in ((natural, None), (natural, put(ids)), (put(places), put(ids))):
+            assert not nan_rows(given, segments, **contiguous).any()
 
 
 def test_positions_that_no_mask_reads_pass():
@@ -206,11 +246,35 @@ def test_positions_of_another_layout_are_named(made, model):
         reject_other_layout(given, options)
     with pytest.raises(ValueError, match=r"another order than|those of the"):
         reject_wrong_order(X, given, None, options)
+    # In a traced call, if the batch was made for at most as many shards.
+    assert nan_rows(given, None, **options).all() == (made[1] <= n)
     for order in ("contiguous", "zigzag", "striped"):
         plain = {**options, "layout": order}
         reject_other_layout(np.stack([positions(order, T, n)] * B), plain)
         # The caller may have positions that no layout has.
         reject_other_layout(np.roll(positions(order, T, n), 1), plain)
+
+
+@pytest.mark.parametrize("lengths", [[40, 15, 10], [35, 30], [65], [60, 5], [50, 15]], ids=str)
+def test_split_documents_are_out_of_order_in_the_default_layout(lengths):
+    rows, n = np.arange(65)[None], 4
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
+    layout = balanced_layout(rows, num_shards=n, segment_ids=ids)
+    batch = make_batch(rows, layout=layout, num_shards=n, segment_ids=ids)
+    places, ids, mesh = batch["positions"], batch["segment_ids"], mesh_of(seq=n)
+    masks: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    x = jnp.ones((1, 64, 2, 8))
+
+    def check(x, places):
+        return burst_jax.check_positions(x, places, mesh=mesh, is_causal=True, **masks)
+
+    message = "positions of row 0 are (those of|in another order .* contiguous layout over 4)"
+    with pytest.raises(ValueError, match=message):
+        check(x, places)
+    assert np.isnan(jax.jit(check)(x, jnp.asarray(places))).all()
+    layer = BurstAttention(16, num_heads=2, rngs=nnx.Rngs(0), mesh=mesh, is_causal=True)
+    with pytest.raises(ValueError, match=message):
+        layer(x[..., 0, :].repeat(2, -1), places, ids)
 
 
 def is_out_of_order(places, ids, text):
@@ -221,7 +285,7 @@ def is_out_of_order(places, ids, text):
     return bool((before & (places[:, None] < places)).any())
 
 
-@pytest.mark.parametrize(("layout", "n"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "n"), ALL_LAYOUTS)
 def test_a_batch_of_a_balanced_layout(layout, n):
     """Pieces of split documents are in another order; documents that are whole are not."""
     rng, options, lengths = np.random.default_rng(5), options_of(layout, n), []
@@ -321,3 +385,14 @@ def test_steps_and_layers_raise_for_a_batch_of_another_layout():
     for module, given in ((nnx.merge(graphdef, params), batch["inputs"]), (layer, x)):
         with pytest.raises(ValueError, match=r"in the zigzag layout over 4 shards \(an arange"):
             jax.eval_shape(lambda m=module, g=given: m(g, arange))
+    # A document that is split over the shards, for a decoder in the default layout.
+    graphdef, params, state = init_train_state(config, optimizer, mesh, 0)
+    ids = np.repeat([1, 2], [5, T - 4])[None]
+    layout = balanced_layout(rows, num_shards=4, segment_ids=ids)
+    batch = make_batch(rows, layout=layout, num_shards=4, segment_ids=ids)
+    batch = place_batch(batch, mesh, batch_axis=None)
+    message = "in another order than its tokens, which are in the contiguous layout over 4 shards"
+    with pytest.raises(ValueError, match=message):
+        make_train_step(graphdef, optimizer)(params, state, batch)
+    with pytest.raises(ValueError, match=message):
+        make_eval_step(graphdef)(params, batch)

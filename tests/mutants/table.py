@@ -46,7 +46,7 @@ ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
 INPUTS = "burst_jax/attention/inputs.py"
 RULES = "burst_jax/attention/validation.py"
-CHECKS = "burst_jax/attention/order.py"
+CHECKS, ORDER_RULES = "burst_jax/attention/order.py", "burst_jax/attention/order_rules.py"
 VJP = "burst_jax/ring/vjp.py"
 XLA = "pallas_kernels/xla.py"
 SCORE = "pallas_kernels/score.py"
@@ -55,20 +55,29 @@ TILES = "pallas_kernels/bounds.py"
 
 MUTANTS = [
     # --- burst_jax/attention
-    (CHECKS, "& (segments[:, 1:] != 0)", "", ORDER),
-    (CHECKS, "same = (segment == segments[:, samples.before_in_text]) & (segment != 0)",
+    (ORDER_RULES, "& (segments[:, 1:] != 0)", "", ORDER),
+    (ORDER_RULES, "same = (segment == segments[:, samples.before_in_text]) & (segment != 0)",
      "same = segment == segments[:, samples.before_in_text]", ORDER),
-    (CHECKS, "& (segment[1:, 0] != 0)", "", ORDER),
-    (CHECKS, "== positions[:, samples.before_in_array] + 1", "> positions[:, samples.before_in_array]",
+    (ORDER_RULES, "& (segment[1:, 0] != 0)", "", ORDER),
+    (ORDER_RULES, "== positions[:, samples.before_in_array] + 1", "> positions[:, samples.before_in_array]",
      ORDER),
     (CHECKS, "falls[length // shards - 1 :: length // shards]", "falls[length // shards :: length // shards]",
      ORDER),
     (CHECKS, "jnp.where(wrong, jnp.asarray(jnp.nan, x.dtype), x)", "x", f"{ORDER} -k plain"),
-    (CHECKS, "(self.end_text < later.start_text) & (self.end > later.start)",
-     "(self.end_text < later.start_text) & (self.end < later.start)", f"{ORDER} -k balanced"),
-    (CHECKS, "& (later.follows_another == 1)", "", f"{ORDER} -k may_restart"),
-    (CHECKS, "(np.diff(x) < 0).any() and", "", f"{ORDER} -k layouts_order"),
-    (CHECKS, "and (np.diff(np.sort(x)) == 1).all()", "", f"{ORDER} -k restarts"),
+    (CHECKS, "        wrong &= ascends.all(1)\n", "", f"{ORDER} -k go_back"),
+    (CHECKS, "reject_other_layout(positions, options, segment_ids)", "reject_other_layout(positions, options)",
+     f"{ORDER} -k split_documents"),
+    (ORDER_RULES, "(self.end_text[:, None] < self.start_text) & (self.end[:, None] > self.start)",
+     "(self.end_text[:, None] < self.start_text) & (self.end[:, None] < self.start)",
+     f"{ORDER} -k layouts_order"),
+    (ORDER_RULES, "    is_range &= 3 * squares == of_range * (2 * count - 1)\n", "", f"{ORDER} -k go_back"),
+    (ORDER_RULES, " | ((steps_text == count - 1) & elsewhere)", "", f"{ORDER} -k another_layout"),
+    (ORDER_RULES, "is_range & wrong &", "wrong &", f"{ORDER} -k go_back"),
+    (ORDER_RULES, "permuted & inside if of_whole else permuted", "permuted", f"{ORDER} -k go_back"),
+    (ORDER_RULES, "(np.diff(x) < 0).any() and", "", f"{ORDER} -k layouts_order"),
+    (ORDER_RULES, "and (np.diff(np.sort(x)) == 1).all()", "", f"{ORDER} -k restarts"),
+    ("burst_jax/models/decoder.py", "dict(self.options), segment_ids)", "dict(self.options))",
+     f"{ORDER} -k steps_and_layers"),
     (CHECKS, "ids = arguments.query_segment_ids\n", "ids = None\n", f"{ORDER} -k plain"),
     ("burst_jax/attention/api.py", "if not mesh.explicit_axes or mesh.manual_axes:", "if True:",
      f"{ONE_DEVICE} -k explicit"),
@@ -166,6 +175,9 @@ MUTANTS = [
      "positions=indices(zone))", f"{LOWERED} -k packed"),
     ("burst_jax/ring/gathered.py", "if request.ring_size == 1:", "if True:",
      "tests/ring/test_zones.py -k 'another_placement or fixed'"),
+    ("burst_jax/ring/gathered.py", "Order(*own).is_unsorted() if unsorted is None else unsorted", "False",
+     "tests/ring/test_zones.py -k sorted"),
+    ("burst_jax/ring/zone.py", "((following < here) | back)", "(following < here)", "tests/ring/test_zones.py -k sorted"),
     ("burst_jax/ring/gathered.py", "self._contradicts |= _is_on_several_shards(self.route, outside)", "",
      "tests/ring/test_zones.py -k pieces_before"),
     ("burst_jax/ring/gathered.py", "jnp.stack([segment_ids[:, 0], segment_ids.max(1)])",

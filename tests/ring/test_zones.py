@@ -263,6 +263,34 @@ def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
     assert_nan_in(call, f"balanced:{zone}", [True, order != "contiguous"])
 
 
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_zone_of_whole_shards_needs_sorted_tokens_alone(order, window):
+    """Any order is right if ids and positions ascend on every shard; no other one is."""
+    ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 2, 0]], [30, 30, 12], 1)
+    index = np.asarray(burst_jax.positions(order, 72, 3))
+    x = np.random.default_rng(3).normal(size=(5, 72, KV, H)).astype(np.float32)
+    window = {} if window is None else {"local_window_size": (window, 0)}
+    call: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), np.int32(ids))
+    expected = dense.reference(
+        np.zeros_like(x), np.zeros(x.shape[:3], np.float32), query=x, key=x, value=x,
+        is_causal=True, **window, **call,
+    )[0][0]  # fmt: skip
+    call = {name: each[:, index] for name, each in call.items()}
+    call |= dict.fromkeys(("query_positions", "key_value_positions"), np.tile(index, (5, 1)))
+    attend = functools.partial(burst_jax.burst_attention, layout="balanced:24", is_causal=True)
+    attend = functools.partial(attend, mesh=mesh_of(seq=3), **window, **call)
+    got = quick_jit(attend)(x[:, index], x[:, index], x[:, index])
+    for row, own in enumerate(ids[:, index]):
+        shards = np.where(own == 0, 9, own).reshape(3, 24)
+        is_sorted = (np.diff(100 * shards + index.reshape(3, 24)) > 0).all()
+        assert is_sorted or row in (1, 2, 3)
+        assert np.isnan(got[row]).any() == (not is_sorted)
+        if is_sorted:
+            of_row = expected[row, index]
+            np.testing.assert_allclose(got[row][own != 0], of_row[own != 0], atol=2e-6)
+
+
 def test_a_layer_passes_its_positions_on():
     """With and without RoPE; the tokens' order does not matter."""
     _, placements = placed("mixed", 2, 16)
