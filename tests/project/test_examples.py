@@ -176,6 +176,11 @@ INVALID = {
     "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
     "--steps=0": "--steps is 0: it must be at least 1$",
     "--batch=1048577": "--batch is 1048577: it must be at most 1048576$",
+    "--lr=1e300": "--lr is 1e.300: it must be positive and finite in float32$",
+    "--expert-axes=fsdp": "--expert-axes is fsdp: the model has no experts; leave it out$",
+    "--remat-layers=5": "--remat-layers is 5, --remat 'attention': .* or leave --remat-layers out$",
+    "--vocab-size=10": "--vocab-size is 10: the tokenizer makes ids up to 255; use 256 or more",
+    "--tokenizer=nope.json": "--tokenizer is nope.json: there is no such file",
     "--seed=-1": "--seed is -1: it must be at least 0$",
     "--seed=4294967296": "--seed is 4294967296: it must be at most 4294967295$",
     # The largest seed is right.
@@ -210,7 +215,7 @@ INVALID = {
         "--kv-heads is 6: --mesh has tensor=4, .*; use another --mesh, or other --kv-heads$"
     ),
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",
-    "--data=nowhere": "path is nowhere: there is no such file or folder",
+    "--data=nowhere": "--data is nowhere: there is no such file or folder",
     "--tokenizer=nowhere": "path is nowhere: there is no such file",
 }  # fmt: skip
 UNKNOWN = {
