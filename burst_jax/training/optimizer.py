@@ -78,6 +78,7 @@ def make_optimizer(
         warmup_steps = min(steps // 10, 1000)
     check_integer("warmup_steps", warmup_steps, 0)
     for name, value in (("learning_rate", learning_rate), ("clip_norm", clip_norm)):
+        _real(name, value)
         check_positive(name, value)
     for name, value in (("final_fraction", final_fraction), ("weight_decay", weight_decay)):
         if not 0 <= _real(name, value) < math.inf:

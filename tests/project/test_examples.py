@@ -180,7 +180,6 @@ INVALID = {
     "--expert-axes=fsdp": "--expert-axes is fsdp: the model has no experts; leave it out$",
     "--remat-layers=5": "--remat-layers is 5, --remat 'attention': .* or leave --remat-layers out$",
     "--vocab-size=10": "--vocab-size is 10: the tokenizer makes ids up to 255; use 256 or more",
-    "--tokenizer=nope.json": "--tokenizer is nope.json: there is no such file",
     "--seed=-1": "--seed is -1: it must be at least 0$",
     "--seed=4294967296": "--seed is 4294967296: it must be at most 4294967295$",
     # The largest seed is right.
@@ -216,7 +215,7 @@ INVALID = {
     ),
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",
     "--data=nowhere": "--data is nowhere: there is no such file or folder",
-    "--tokenizer=nowhere": "path is nowhere: there is no such file",
+    "--tokenizer=nowhere": "--tokenizer is nowhere: there is no such file",
 }  # fmt: skip
 UNKNOWN = {
     "--seqlen=64": "unknown arguments: --seqlen=64. Did you mean '--seq-len'?",
@@ -229,6 +228,22 @@ UNKNOWN = {
     "--resume=yes": "argument --resume: invalid choice: 'yes'",
     "--implementation=cuda": "argument --implementation: invalid choice: 'cuda'",
 }
+
+
+def test_errors_before_a_run_name_flags(tmp_path, capsys):
+    for words, message in {
+        "--coordinator=": "--coordinator is ''",
+        "--process-id=3": "--process-id is 3, but --coordinator and --num-processes cannot be",
+        "--heartbeat-timeout=0 --num-processes=2 --process-id=0": "--heartbeat-timeout is 0: it",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            train_lm.main(words.split())
+        assert message in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OSError, match=r"--out is .*file, which cannot be written: .*; name another"
+    ):
+        reporting.check_out(tmp_path / "file")
 
 
 def test_invalid_arguments_raise(corpus, capsys):
