@@ -106,6 +106,13 @@ def file_or_folder(text: str) -> Path:
     return Path(text)
 
 
+def file(text: str) -> Path:
+    """A ``type`` of ``add_argument``: a path. Python takes an empty one for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': it must name a file")
+    return Path(text)
+
+
 def use_cpu_devices() -> None:
     """Makes 8 CPU devices, unless ``JAX_NUM_CPU_DEVICES`` is set; no effect with GPUs."""
     if "JAX_NUM_CPU_DEVICES" not in os.environ:

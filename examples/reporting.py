@@ -23,14 +23,19 @@ def can_plot() -> bool:
 
 def check_out(out: Path) -> None:
     """Creates the output folder; raises OSError unless all results can be written there."""
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out):
-        pass
-    for name in RESULTS:
-        path = out / name
-        if path.exists():
-            with path.open("ab"):
-                pass
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+        for name in RESULTS:
+            path = out / name
+            if path.exists():
+                with path.open("ab"):
+                    pass
+    except OSError as error:
+        raise OSError(
+            f"--out is {out}, which cannot be written: {error.strerror}; name another folder"
+        ) from error
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 
 from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
-from burst_jax.errors import MAX_BATCH, did_you_mean
+from burst_jax.errors import MAX_BATCH, check_positive, did_you_mean
 from burst_jax.layouts.parse import LAYOUTS, parse_layout
 from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat
@@ -41,9 +42,8 @@ AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile", "eval_batc
 AT_MOST = {"batch": MAX_BATCH, "sample_tokens": 2**20, "seed": 2**32 - 1}
 POSITIVE = ("lr", "stall_timeout", "lora_alpha")
 # Arguments that may differ between the processes of a run.
-OF_A_PROCESS = (
-    "coordinator", "num_processes", "process_id", "heartbeat_timeout", "data", "tokenizer", "model",
-)  # fmt: skip
+OF_A_START = ("coordinator", "num_processes", "process_id", "heartbeat_timeout")
+OF_A_PROCESS = (*OF_A_START, "data", "tokenizer", "model")
 HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
@@ -53,12 +53,20 @@ IGNORE_HELP = "keys of its config.json and tensors that do not change the comput
 # Peak learning rates of full fine-tuning and of LoRA.
 FINE_TUNING_LR = 2e-5
 LORA_LR = 2e-4
+REMAT_OPTIONS = ("remat", "remat_layers", "mlp_chunks")
 LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_export")
 
 
 def flag(name: str) -> str:
     """The flag of an argument."""
     return "--" + name.replace("_", "-")
+
+
+def in_flags(error: Exception, **flags: str) -> str:
+    """The message of an error of the library, with flags instead of names of its arguments."""
+    # Not in the name of a file.
+    names = rf"(?<![\w/.'-])({'|'.join(flags)})(?![\w/.'-])"
+    return re.sub(names, lambda found: flags[found[0]], str(error))
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
@@ -236,8 +244,8 @@ def prepare(args: argparse.Namespace) -> RunConfig:
                 raise ValueError(f"{flag(name)} is {value}: it must be at {bound}")
     for name in POSITIVE:
         value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{flag(name)} is {value}: it must be positive, and finite")
+        if value is not None:
+            check_positive(flag(name), value)
     if args.checkpoint_every is None:
         args.checkpoint_every = -(-args.steps // 5)
     mesh = mesh_of_option(args.mesh, TRAINING_AXES)
@@ -270,7 +278,10 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             f"axes of --mesh), {args.accumulate} (--accumulate) and {microbatches} "
             "(--microbatches, and the stage axis of --mesh)"
         )
-    corpus = open_corpus(args.data, key=args.text_key)
+    try:
+        corpus = open_corpus(args.data, key=args.text_key)
+    except (ValueError, OSError) as error:
+        raise ValueError(in_flags(error, path="--data")) from error
     text, held_out = corpus.split(HELD_OUT)
     shortest = min(text.size, held_out.size)
     if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
@@ -280,7 +291,15 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             f"{max(args.seq_len, SAMPLE_CONTEXT) + 1}; use a shorter length or more --data"
         )
     tokens = make_tokens(args, corpus)
-    config = make_config(args, tokens)
+    try:
+        config = make_config(args, tokens)
+    except ValueError as error:
+        names = {"num_layers": "--layers"} | {name: flag(name) for name in REMAT_OPTIONS}
+        raise ValueError(in_flags(error, **names)) from error
+    if args.expert_axes is not None and config.experts is None:
+        raise ValueError(
+            f"--expert-axes is {args.expert_axes}: the model has no experts; leave it out"
+        )
     check_split(args, config, mesh)
     return RunConfig(mesh, axes, config, tokens, text, held_out)
 
@@ -372,7 +391,11 @@ def tokenizer_of(args: argparse.Namespace) -> TokenizerFile:
         raise ValueError(
             f"--model is {args.model}, which lacks tokenizer.json: name one with --tokenizer"
         )
-    return TokenizerFile(path)
+    try:
+        return TokenizerFile(path)
+    except (ValueError, OSError) as error:
+        given = "--model" if args.tokenizer is None else "--tokenizer"
+        raise ValueError(in_flags(error, path=given)) from error
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -412,6 +435,11 @@ def make_config(
         if tokens is None:
             raise ValueError("--vocab-size is missing: --data holds tokens without a tokenizer")
         vocabulary = tokens.vocab_size
+    elif tokens is not None and vocabulary < tokens.vocab_size:
+        raise ValueError(
+            f"--vocab-size is {vocabulary}: the tokenizer makes ids up to {tokens.vocab_size - 1}; "
+            f"use {tokens.vocab_size} or more, or leave it out"
+        )
     if args.heads % args.kv_heads:
         raise ValueError(
             f"--heads is {args.heads}, --kv-heads {args.kv_heads}: use a multiple of --kv-heads"

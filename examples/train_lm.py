@@ -43,7 +43,16 @@ from run_evaluation import (
 )
 from run_log import CURVES, METRICS, NonFinite, RunLog, read_metrics, replace_file, set_aside
 from run_mesh import ring_size, token_axes
-from run_options import OF_A_PROCESS, RunConfig, attention_options, flag, parse_args, prepare
+from run_options import (
+    OF_A_PROCESS,
+    OF_A_START,
+    RunConfig,
+    attention_options,
+    flag,
+    in_flags,
+    parse_args,
+    prepare,
+)
 from run_profile import Profile
 from work_log import WorkLog
 
@@ -385,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
             heartbeat_timeout=args.heartbeat_timeout,
         )
     except (ValueError, TimeoutError) as error:
-        parser.error(str(error))
+        parser.error(in_flags(error, **{name: flag(name) for name in OF_A_START}))
     with processes:
         set_compiler_options()
         return run_all(args, parser)

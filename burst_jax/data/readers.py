@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from burst_jax.array_files import map_array
-from burst_jax.errors import first_of, printable
+from burst_jax.errors import first_of, printable, shown
 from burst_jax.json_files import check_regular, parse
 
 # Bytes searched for line ends at once.
@@ -111,8 +111,7 @@ class JsonLines:
         text = record[self._key]
         if not isinstance(text, str):
             raise ValueError(
-                f"{self.name(document)} has a {type(text).__name__} under {self._key!r}: it must "
-                "be a string"
+                f"{self.name(document)} has {shown(text)} under {self._key!r}: it must be a string"
             )
         try:
             return text.encode()

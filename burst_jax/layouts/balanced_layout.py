@@ -94,11 +94,13 @@ class Balanced(Layout):
         self.check_shard(segment_ids.shape[1] // num_shards)
         try:
             order, placed = place_documents(segment_ids, num_shards, self.zone)
-        except ValueError as error:
+        except ValueError:
+            fit = Balanced().fitted(segment_ids, num_shards)
             raise ValueError(
-                f"layout is {self!r}, of other documents than these: {error}, or better what "
-                "burst_jax.training.balanced_layout returns for the whole batch"
-            ) from error
+                f"layout is {self!r}, whose gathered zone is too small for these documents: use "
+                f"{fit!r}, or better what burst_jax.training.balanced_layout returns for the whole "
+                "batch"
+            ) from None
         ids = np.array([one.segment_ids for one in placed], np.int32)
         return order, ids.reshape(segment_ids.shape)
 

@@ -42,7 +42,8 @@ def parse_layout(layout: LayoutLike) -> Layout:
             return make(*(int(number) for number in found.groups() if number is not None))
     raise ValueError(
         f"layout is {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}, 'striped:k' for "
-        "stripes of k tokens, like 'striped:64', or the layout of burst_jax.layouts.balance"
+        "stripes of k tokens, like 'striped:64', or 'balanced:z' for a gathered zone of z tokens, "
+        "the layout of burst_jax.layouts.balance"
     )
 
 

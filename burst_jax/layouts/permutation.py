@@ -225,6 +225,6 @@ def _check_is_array(name: str, leaf: Any) -> None:
     """Raises ValueError for a Python number: a list of them is a pytree, not an array."""
     if not hasattr(leaf, "dtype"):
         raise ValueError(
-            f"{name} holds {leaf!r}, a {type(leaf).__name__}: pass an array or a pytree of arrays, "
-            "np.asarray(x) for a list of numbers"
+            f"{name} holds {leaf!r}, of type {type(leaf).__name__}: pass an array or a pytree of "
+            "arrays, np.asarray(x) for a list of numbers"
         )

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -14,12 +15,20 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 
 from burst_jax.array_files import map_array
-from burst_jax.command_line import Parser, check_output, file_or_folder, integer, number
-from burst_jax.errors import shown
+from burst_jax.command_line import Parser, check_output, file, integer, number
+from burst_jax.errors import printable, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.models import DecoderConfig, check_trained_length, load_config
 from burst_jax.models.hf.trained_length import warn_beyond
-from burst_jax.plan import GPUS, AttentionPlan, TrainingPlan, attention, documents, training
+from burst_jax.plan import (
+    GPUS,
+    AttentionPlan,
+    DocumentsPlan,
+    TrainingPlan,
+    attention,
+    documents,
+    training,
+)
 from burst_jax.plan.presets import SHAPES, config_of
 from burst_jax.training.adam import Moments
 
@@ -64,7 +73,7 @@ def _parser() -> tuple[Parser, _Options]:
     parser.add_argument("--hosts", type=integer(1, 1024), default=1)
     parser.add_argument("--gpus-per-host", type=integer(1, 72), default=8)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE",
+        "--json", type=file, metavar="FILE",
         help="also write the plan here, with the recommended mesh and arguments; - is stdout",
     )  # fmt: skip
     add = parser.add_argument_group("one attention").add_argument
@@ -80,7 +89,7 @@ def _parser() -> tuple[Parser, _Options]:
         add("--window", type=tokens, help="local_window_size, to the left"),
         add("--chunk", type=tokens, dest="attention_chunk_size", help="attention_chunk_size"),
         add(
-            "--block-mask", type=file_or_folder, metavar="FILE.npy",
+            "--block-mask", type=file, metavar="FILE.npy",
             help="block-sparse mask, by numpy.save",
         ),
     ]  # fmt: skip
@@ -100,7 +109,7 @@ def _parser() -> tuple[Parser, _Options]:
         ),
     ]  # fmt: skip
     parser.add_argument(
-        "--documents", type=file_or_folder, metavar="FILE.json",
+        "--documents", type=file, metavar="FILE.json",
         help="the document lengths of every sequence on one ring, [[900, 300], [1200]]: compares "
         "layouts and ring sizes",
     )  # fmt: skip
@@ -118,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
     elif args.model is None:
         wrong, why = options.of_training, "needs --model"
     else:
-        wrong, why = options.of_attention, "is given with --model, which defines it: leave it out"
+        wrong = options.of_attention
+        why = "is for one attention, and --model has its own: leave it out"
     for action in wrong:
         if getattr(args, action.dest) is not None:
             parser.error(f"{action.option_strings[0]} {why}")
@@ -131,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--json: {error}")
     try:
         if args.documents is not None:
-            found = documents(_lengths(args.documents), length=args.length, **cluster)
+            found = _documents(args.documents, args.length, cluster)
         else:
             cluster |= {"length": args.length} | _given(general)
             if args.model is None:
@@ -166,12 +176,21 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _documents(path: Path, length: int, cluster: dict[str, int]) -> DocumentsPlan:
+    try:
+        return documents(_lengths(path), length=length, **cluster)
+    except (ValueError, OSError) as error:
+        # The library calls the content of the file batch.
+        named = re.sub(r"^batch\b", lambda _: printable(path), str(error))
+        raise ValueError(f"--documents: {named}") from error
+
+
 def _lengths(path: Path) -> list[list[int]]:
     """The document lengths of every sequence in a JSON file."""
     content = parse(read_bounded(path, MAX_INDEX_BYTES), str(path))
     if not isinstance(content, list) or not all(isinstance(each, list) for each in content):
         raise ValueError(
-            f"--documents: {path} is {shown(content)}: it must be a list of lists, the document "
+            f"{path} is {shown(content)}: it must be a list of lists, the document "
             "lengths of every sequence"
         )
     return content
@@ -204,4 +223,6 @@ def _config(model: str, length: int, ignore: Sequence[str]) -> DecoderConfig:
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # End silently in "| head".
+    # Without the line of source that warns.
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
     main()

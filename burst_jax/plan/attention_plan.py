@@ -282,7 +282,10 @@ def _blocks(shape: AttentionShape, block_mask: Any) -> Blocks | None:
     sizes = shape.batch, shape.length, shape.heads, shape.head_dim
     tokens: Any = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     request = Strategy("one device", (1,), 1).request(shape, "contiguous")
-    return with_block_mask(request, tokens, tokens, np.asarray(block_mask)).blocks
+    blocks = with_block_mask(request, tokens, tokens, np.asarray(block_mask)).blocks
+    if not np.asarray(block_mask).any():
+        raise ValueError("block_mask is False everywhere: no query attends to a key")
+    return blocks
 
 
 def _strategies(cluster: Cluster) -> list[Strategy]:

@@ -106,9 +106,9 @@ def make_batch(
       - ``prefix_lengths``: int32 ``[B]``, if it is given.
 
     Raises:
-      ValueError: ``rows`` has another rank or dtype, fewer than 2 tokens, or ids that are negative
-        or exceed int32; another argument has a wrong shape or dtype; the layout is unknown, or its
-        gathered zone is too small for the documents.
+      ValueError: ``rows`` has another rank or dtype, no row, fewer than 2 tokens, or ids that are
+        negative or exceed int32; another argument has a wrong shape or dtype, or a prefix a
+        negative length; the layout is unknown, or its gathered zone is too small for the documents.
       NotImplementedError: ``prefix_lengths`` with a balanced layout.
     """
     layout = parse_layout(layout)
@@ -119,6 +119,10 @@ def make_batch(
         prefix_lengths = check_array(
             "prefix_lengths", np.asarray(prefix_lengths), {"B": batch_size}
         )
+        if prefix_lengths.min() < 0:
+            raise ValueError(
+                f"prefix_lengths holds {prefix_lengths.min()}: a prefix has 0 tokens or more"
+            )
         counts = np.arange(1, length + 1) >= prefix_lengths[:, None]
     if segment_ids is not None:
         segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
@@ -191,8 +195,10 @@ def balanced_layout(
 def _check_sequences(rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """``rows`` and ``segment_ids`` of :func:`make_batch`, int32."""
     rows = np.asarray(rows)
-    if rows.ndim != 2 or rows.shape[1] < 2:
-        raise ValueError(f"rows has shape {rows.shape}: it needs [B, T + 1] with T at least 1")
+    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
+        raise ValueError(
+            f"rows has shape {rows.shape}: it needs [B, T + 1] with B and T at least 1"
+        )
     if not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"rows has dtype {rows.dtype}: token ids are integers")
     rows = as_int32("rows", rows)

@@ -424,7 +424,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
             raise ValueError(f"state has two leaves named {name}: rename one of them")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise ValueError(
-                f"state has {name}, a {type(leaf).__name__}: it must be a jax.Array, or a "
+                f"state has {name}, of type {type(leaf).__name__}: it must be a jax.Array, or a "
                 "jax.ShapeDtypeStruct to restore; numbers and text go into extra"
             )
         sharding = leaf.sharding

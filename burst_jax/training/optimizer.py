@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_integer, check_positive
 from burst_jax.training.adam import Moments, clipped_adam
 
 
@@ -78,8 +78,8 @@ def make_optimizer(
         warmup_steps = min(steps // 10, 1000)
     check_integer("warmup_steps", warmup_steps, 0)
     for name, value in (("learning_rate", learning_rate), ("clip_norm", clip_norm)):
-        if not 0 < _real(name, value) < math.inf:
-            raise ValueError(f"{name} is {value}: it must be positive, and finite")
+        _real(name, value)
+        check_positive(name, value)
     for name, value in (("final_fraction", final_fraction), ("weight_decay", weight_decay)):
         if not 0 <= _real(name, value) < math.inf:
             raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from burst_jax.command_line import Parser, check_output, folder, integer, use_cpu_devices
+from burst_jax.command_line import Parser, check_output, file, folder, integer, use_cpu_devices
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.models import abstract_decoder, load
@@ -31,7 +30,8 @@ def _layout(text: str) -> Layout:
     try:
         return parse_layout(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        remedy = "or 'balanced' for the zone that the documents need"
+        raise argparse.ArgumentTypeError(f"{error}; {remedy}") from None
 
 
 def _parser() -> Parser:
@@ -60,7 +60,7 @@ def _parser() -> Parser:
     add("--ignore", nargs="+", default=[], metavar="KEY", help="keys of config.json and tensors")
     add("--loss-only", action="store_true", help="compare no gradients: less time and memory")
     add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the documents (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="also write the report here")
+    add("--json", type=file, metavar="FILE", help="also write the report here")
     return parser
 
 

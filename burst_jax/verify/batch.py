@@ -64,7 +64,8 @@ def sizes_of(batch: Any, num_shards: int, layout: Layout) -> Sizes:
     for name, x in named:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise ValueError(
-                f"batch has {name or 'a leaf'}, a {type(x).__name__}: it must be a pytree of arrays"
+                f"batch has {name or 'a leaf'}, of type {type(x).__name__}: it must be a pytree of "
+                "arrays"
             )
     shapes = [x.shape[:2] for _, x in named if len(x.shape) >= 2]
     if not shapes:

@@ -441,7 +441,8 @@ def _check_arguments(
     for name, x in named_leaves(params):
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise ValueError(
-                f"params has {name or 'a leaf'}, a {type(x).__name__}: it must hold arrays only"
+                f"params has {name or 'a leaf'}, of type {type(x).__name__}: it must hold arrays "
+                "only"
             )
 
 

@@ -56,7 +56,7 @@ CORPORA: list[Any] = [
     ({"a.jsonl": "[1]"}, {}, "line 1, has list, and no key 'text': set key= to the key of"),
     ({"a.jsonl": '{"body": "a", "id": 1}'}, {}, "has keys ['body', 'id'], and no key 'text': set"),
     ({"a.jsonl": '{"text": "a"}'}, {"key": "body"}, "and no key 'body'"),
-    ({"a.jsonl": '{"text": 5}'}, {}, "line 1, has a int under 'text': it must be a"),
+    ({"a.jsonl": '{"text": 5}'}, {}, "line 1, has 5 under 'text': it must be a"),
     ({"a.jsonl": r'{"text": "\ud800"}'}, {}, "line 1, has half of a surrogate pair"),
     ({"a.npy": np.zeros(4)}, {}, "a.npy has dtype float64: token ids are integers; cast"),
     ({"a.npy": np.zeros(4, bool)}, {}, "a.npy has dtype bool: token ids are integers"),

@@ -343,7 +343,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 def test_wrong_arguments():
-    numbers = r"holds 1, a int: pass an array or a pytree of arrays, np.asarray\(x\) for a list"
+    numbers = r"holds 1, of type int: pass an array or a pytree of arrays, np.asarray"
     lists = (
         (lambda: to_layout([1, 2, 3, 4], "zigzag", 2), "x " + numbers),
         (lambda: pad_to_layout([[1, 2]], "zigzag", 2), "tree " + numbers),

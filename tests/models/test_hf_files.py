@@ -291,6 +291,10 @@ def test_a_new_decoder_is_saved_as_the_family_with_its_architecture(model, tmp_p
         check_save_folder(tmp_path / "new")
     with pytest.raises(PermissionError, match=r"deep cannot be created: .*json is no folder that"):
         check_save_folder(tmp_path / "new" / "config.json" / "very" / "deep")
+    with pytest.raises(PermissionError, match="y cannot be created: /proc is no folder that"):
+        check_save_folder("/proc/x/y")
+    with pytest.raises(ValueError, match="folder is '': it must name a folder"):
+        check_save_folder("")
     check_save_folder(tmp_path / "not" / "yet")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     model.config = dataclasses.replace(model.config, post_norms=True)

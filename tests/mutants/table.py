@@ -173,7 +173,7 @@ MUTANTS = [
      "dq, dkv = split(keys, bounds, None, None)", "tests/ring/test_zones.py"),
     ("burst_jax/ring/gathered.py", "positions=indices(zone), kv_starts=starts, kv_ends=ends)",
      "positions=indices(zone))", f"{LOWERED} -k packed"),
-    ("burst_jax/ring/gathered.py", "if request.ring_size == 1:", "if True:",
+    ("burst_jax/ring/gathered.py", "if request.ring_size > 1:\n            several", "if False:\n            several",
      "tests/ring/test_zones.py -k 'another_placement or fixed'"),
     ("burst_jax/ring/gathered.py", "Order(*own).is_unsorted() if unsorted is None else unsorted", "False",
      "tests/ring/test_zones.py -k sorted"),

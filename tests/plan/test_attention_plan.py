@@ -233,6 +233,10 @@ def test_ring_steps_that_a_block_mask_skips(tmp_path, capsys):
     assert forward["contiguous"] == 0 < forward["zigzag"]
     np.save(file, np.eye(3, dtype=bool))
     assert re.search(r"block_mask has shape \(3, 3\), 3 rows, .*4096", error_of(options, capsys))
+    np.save(file, np.zeros((4, 4), bool))
+    assert "block_mask is False everywhere: no query attends" in error_of(options, capsys)
+    with_model = error_of([*options, "--model", "llama-3-8b"], capsys)
+    assert "--block-mask is for one attention, and --model has its own: leave it out" in with_model
 
 
 def test_fine_blocks_and_chunks_take_little_memory():

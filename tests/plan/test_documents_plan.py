@@ -108,9 +108,11 @@ def test_bad_input(batch, options, message):
     [
         ("[5, 6]", [], "is [5, 6]: it must be a list of lists"),
         ("[[5]", [], "is not JSON"),
-        ("[[1.5]]", [], "batch[0] is [1.5]: it must be a sequence of integers"),
-        ("[[5, [6]]]", [], "batch[0] is [5, [6]]: it must be a sequence of integers"),
+        ("[[1.5]]", [], "lengths.json[0] is [1.5]: it must be a sequence of integers"),
+        ("[[5, [6]]]", [], "lengths.json[0] is [5, [6]]: it must be a sequence of integers"),
         ("[" * 10**5, [], "lengths.json is nested deeper than 32 levels"),
+        ("[[-5]]", [], "lengths.json[0][0] is -5: a document has at least 1 token"),
+        ("[[5]]", ["--json", ""], "argument --json: '': it must name a file\n"),
         ("[[5]]", ["--heads", "8"], "--heads is not for --documents: leave it out"),
         ("[[5]]", ["--batch", "2"], "--batch is not for --documents: leave it out"),
         ("[[5]]", ["--model", "llama-3-8b"], "--model is given with --documents: plan them one"),
@@ -121,4 +123,6 @@ def test_bad_commands(tmp_path, capsys, content, options, message):
     with pytest.raises(SystemExit) as ended:
         main(["--length", "8K", "--documents", str(tmp_path / "lengths.json"), *options])
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert content == "[[5]]" or ": error: --documents: " in printed

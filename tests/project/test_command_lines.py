@@ -105,7 +105,7 @@ PROGRAMS = {
 # As errors of the library name an option, or what it misses.
 ALIASES = {
     "--model": "config.json|model is", "--length": "length is", "--out": "file/x",
-    "--data": "path is|too long", "": "metrics.jsonl|file/x|too long",
+    "--data": "--data is|too long", "": "metrics.jsonl|file/x|too long",
 }  # fmt: skip
 
 

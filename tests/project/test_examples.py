@@ -177,6 +177,10 @@ INVALID = {
     "--mesh=seq=2,seq=4": "--mesh is 'seq=2,seq=4': it names an axis twice",
     "--steps=0": "--steps is 0: it must be at least 1$",
     "--batch=1048577": "--batch is 1048577: it must be at most 1048576$",
+    "--lr=1e300": "--lr is 1e.300: it must be positive and finite in float32$",
+    "--expert-axes=fsdp": "--expert-axes is fsdp: the model has no experts; leave it out$",
+    "--remat-layers=5": "--remat-layers is 5, --remat 'attention': .* or leave --remat-layers out$",
+    "--vocab-size=10": "--vocab-size is 10: the tokenizer makes ids up to 255; use 256 or more",
     "--seed=-1": "--seed is -1: it must be at least 0$",
     "--seed=4294967296": "--seed is 4294967296: it must be at most 4294967295$",
     # The largest seed is right.
@@ -211,8 +215,8 @@ INVALID = {
         "--kv-heads is 6: --mesh has tensor=4, .*; use another --mesh, or other --kv-heads$"
     ),
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",
-    "--data=nowhere": "path is nowhere: there is no such file or folder",
-    "--tokenizer=nowhere": "path is nowhere: there is no such file",
+    "--data=nowhere": "--data is nowhere: there is no such file or folder",
+    "--tokenizer=nowhere": "--tokenizer is nowhere: there is no such file",
 }  # fmt: skip
 UNKNOWN = {
     "--seqlen=64": "unknown arguments: --seqlen=64. Did you mean '--seq-len'?",
@@ -225,6 +229,22 @@ UNKNOWN = {
     "--resume=yes": "argument --resume: invalid choice: 'yes'",
     "--implementation=cuda": "argument --implementation: invalid choice: 'cuda'",
 }
+
+
+def test_errors_before_a_run_name_flags(tmp_path, capsys):
+    for words, message in {
+        "--coordinator=": "--coordinator is ''",
+        "--process-id=3": "--process-id is 3, but --coordinator and --num-processes cannot be",
+        "--heartbeat-timeout=0 --num-processes=2 --process-id=0": "--heartbeat-timeout is 0: it",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            train_lm.main(words.split())
+        assert message in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OSError, match=r"--out is .*file, which cannot be written: .*; name another"
+    ):
+        reporting.check_out(tmp_path / "file")
 
 
 def test_invalid_arguments_raise(corpus, capsys):

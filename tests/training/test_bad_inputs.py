@@ -105,6 +105,7 @@ TABLE = [
      "chunk_size is 0: it must be an integer, at least 1"),
     (lambda: make_eval_step(NO_MODEL, chunk_size=0), "chunk_size is 0: it"),
     (lambda: optimizer_of(-1.0, 10), "learning_rate is -1.0: it must be positive"),
+    (lambda: optimizer_of(1e300, 10), "learning_rate is 1e.300: it must be positive and finite in"),
     (lambda: optimizer_of(float("nan"), 10), "learning_rate is nan: it must be posit"),
     (lambda: optimizer_of(float("inf"), 10), "learning_rate is inf: .* finite"),
     (lambda: optimizer_of("1e-3", 10), "learning_rate is '1e-3': it must be a number"),

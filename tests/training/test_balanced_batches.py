@@ -101,7 +101,7 @@ def test_mistakes_raise():
         make(layout="balanced")
     with pytest.raises(
         ValueError,
-        match=r"layout is .balanced:0., of other documents than these: zone is 0: .*; use zone=15, "
+        match=r"layout is .balanced:0., whose gathered zone is too small .* use .balanced:15., "
         r"or better what burst_jax.training.balanced_layout returns",
     ):
         make(layout="balanced:0")

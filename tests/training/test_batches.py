@@ -111,11 +111,14 @@ def test_prefixes_and_weights():
     mistakes: list[tuple[Any, str]] = [
         ({"weights": given[:, 1:]}, r"weights has shape \(2, 8\) .*: it needs one number per tok"),
         ({"weights": -given}, "weights holds a number that is negative or not finite"),
+        ({"prefix_lengths": np.array([-5, 1])}, "prefix_lengths holds -5: a prefix has 0 tokens"),
         ({"prefix_lengths": rows}, r"prefix_lengths has shape \(2, 9\): it must be \[B\], \(2,\)"),
     ]
     for wrong, message in mistakes:
         with pytest.raises(ValueError, match=message):
             make_batch(rows, **wrong)
+    with pytest.raises(ValueError, match=r"rows has shape \(0, 9\): .* with B and T at least 1"):
+        make_batch(rows[:0])
     with pytest.raises(ValueError, match=r"shapes \[\(2, 8\), \(3,\)\]: they must all have one"):
         place_batch(batch | {"prefix_lengths": np.zeros(3, np.int32)}, mesh)
 

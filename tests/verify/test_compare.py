@@ -264,7 +264,7 @@ def tuple_loss(mesh, layout):
             {"batch": lambda layout, num_shards: {"x": np.zeros((2, 64 * num_shards), int)}},
             r"x has shape \(2, 64\) in batch\('contiguous', 1\) and \(2, 128\) in batch\('zigzag'",
         ),
-        ({"batch": {"x": 3}}, "batch has x, a int: it must be a pytree of arrays"),
+        ({"batch": {"x": 3}}, "batch has x, of type int: it must be a pytree of arrays"),
         (
             {"batch": {"x": np.zeros((2, 65), int)}},
             "batch has length 65, one more than the zigzag layout over 2 shards can split: shift",
@@ -282,7 +282,7 @@ def tuple_loss(mesh, layout):
         ({"make_loss": lambda mesh: None}, r"make_loss\(mesh\) cannot be called as make_loss"),
         ({"make_loss": lambda mesh, layout: 3.0}, "make_loss returned a float: it must return"),
         ({"make_loss": tuple_loss}, r"loss returns float32 \(\), float32 \(\) in a tuple"),
-        ({"params": {"n": 3}}, "params has n, a int: it must hold arrays only"),
+        ({"params": {"n": 3}}, "params has n, of type int: it must hold arrays only"),
         (
             {"params": jax.tree.map(lambda x: x.astype(np.int32), EMBED)},
             "params has no floating array: there is no gradient to compare",
@@ -294,7 +294,7 @@ def tuple_loss(mesh, layout):
         ),
         (
             {"layout": "balanced:0", "batch": packed() | {"segment_ids": np.ones((2, 64), int)}},
-            "layout is 'balanced:0', of other documents than these: .*; use zone=",
+            "layout is 'balanced:0', whose gathered zone is too small for these documents: use ",
         ),
         (
             {"layout": "balanced:0", "batch": packed() | {"table": np.ones(64)}},

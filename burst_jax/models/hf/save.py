@@ -92,7 +92,7 @@ def save(
 def check_save_folder(folder: str | PathLike[str]) -> None:
     """Raises what :func:`save` and :func:`save_adapter` would raise for this folder.
 
-    Call it before a training that ends with one of them. It writes nothing.
+    Call it before a training that ends with one of them. It leaves nothing behind.
 
     Args:
       folder: the folder to save to later.
@@ -101,9 +101,11 @@ def check_save_folder(folder: str | PathLike[str]) -> None:
       FileExistsError: the folder is not empty.
       ImportError: the library safetensors is missing.
       PermissionError: it cannot be created.
-      ValueError: it is a mount point.
+      ValueError: it is a mount point, or an empty name.
     """
     safetensors()
+    if not os.fspath(folder):  # A Path takes it for the current folder.
+        raise ValueError("folder is '': it must name a folder")
     folder = Path(folder)
     final = folder.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -114,10 +116,14 @@ def check_save_folder(folder: str | PathLike[str]) -> None:
             f"folder in it, like {folder / 'model'}"
         )
     parent = next(path for path in final.parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        # Permissions do not show it: of a file system like /proc, and for root.
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError:
         raise PermissionError(
             f"{folder} cannot be created: {parent} is no folder that this process may write into"
-        )
+        ) from None
 
 
 def write_folder(
