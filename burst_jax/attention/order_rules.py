@@ -181,11 +181,11 @@ class LastSegment(NamedTuple):
         others = (segments != segment) & (index <= last)
         start = jnp.max(jnp.where(others, index, -1), 1, keepdims=True) + 1
         own = jnp.where((start <= index) & (index <= last), positions, 0)
-        ends = (jnp.take_along_axis(positions, at, 1)[:, 0] for at in (start, last))
-        texts = (text[at][:, 0] for at in (start, last))
+        first, end = (jnp.take_along_axis(positions, at, 1)[:, 0] for at in (start, last))
+        first_text, end_text = (text[at][:, 0] for at in (start, last))
         count = (last - start + 1)[:, 0]
-        sums = (jnp.sum(x, 1, dtype=jnp.int32) for x in (own, own * own))
-        return cls(segment[:, 0], *ends, *texts, count, *sums)
+        total, squares = (jnp.sum(x, 1, dtype=jnp.int32) for x in (own, own * own))
+        return cls(segment[:, 0], first, end, first_text, end_text, count, total, squares)
 
     def contradicts(self) -> jax.Array:
         """The third rule on those of all devices, ``[devices, rows]``: bool ``[rows]``.

@@ -224,5 +224,5 @@ if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # End silently in "| head".
     # Without the line of source that warns.
-    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     main()

@@ -258,10 +258,11 @@ def test_positions_of_another_layout_are_named(made, model):
 @pytest.mark.parametrize("lengths", [[40, 15, 10], [35, 30], [65], [60, 5], [50, 15]], ids=str)
 def test_split_documents_are_out_of_order_in_the_default_layout(lengths):
     rows, n = np.arange(65)[None], 4
-    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
-    layout = balanced_layout(rows, num_shards=n, segment_ids=ids)
-    batch = make_batch(rows, layout=layout, num_shards=n, segment_ids=ids)
-    places, ids, mesh = batch["positions"], batch["segment_ids"], mesh_of(seq=n)
+    natural = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
+    layout = balanced_layout(rows, num_shards=n, segment_ids=natural)
+    batch = make_batch(rows, layout=layout, num_shards=n, segment_ids=natural)
+    ids: Any = batch["segment_ids"]
+    places, mesh = batch["positions"], mesh_of(seq=n)
     masks: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
     x = jnp.ones((1, 64, 2, 8))
 
