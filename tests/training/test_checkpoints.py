@@ -351,7 +351,7 @@ MISTAKES: list[Any] = [
     (lambda c: restore(c, ANY, "3"), "step is '3': it must be an integer"),
     (save(4, [None]), r"state is \[None\], without any array: pass a pytree of arr"),
     (lambda c: restore(c, None), "state is None, without any array"),
-    (save(4, X), "state has x, a ndarray: it must be a jax.Array"),
+    (save(4, X), "state has x, of type ndarray: it must be a jax.Array"),
     (save(4, {"params": {"n": 3}}), "params.n, of type int: .*numbers and text go into extra"),
     (save(4, {"a": {"b": ZEROS}, "a.b": ZEROS}), "two leaves named a.b: rename one of them"),
     (save(4, ANY, X), r"extra cannot be written as JSON \(.*ndarray.*\): give it.*arrays bel"),
