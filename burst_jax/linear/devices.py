@@ -25,6 +25,7 @@ from burst_jax.parallel.mesh import (
     check_axes,
     flat_names,
     resolve_mesh,
+    size_in_shard_map,
     split_explicit,
 )
 from pallas_kernels.device import Target, target_of
@@ -84,7 +85,11 @@ class Devices:
             if len(set(axes)) < len(axes):
                 raise ValueError(f"axis_name is {axis_name!r}: it names an axis twice")
             _check_unused(names)
-            size = math.prod(_size_in_shard_map(function, axis) for axis in axes)
+            remedy = (
+                f"call {function} inside a shard_map over that axis, or outside of one with mesh= "
+                "and seq_axis="
+            )
+            size = math.prod(size_in_shard_map("axis_name", axis, remedy) for axis in axes)
             return cls(function, None, axes, (), (), size, order)
         if manual and mesh is None:
             _check_forgotten_axes(seq, order)
@@ -220,18 +225,6 @@ def _on_device(
 ) -> tuple[jax.Array, ...]:
     """The first ``count`` results, on one device."""
     return body(request, arrays, target)[:count]
-
-
-def _size_in_shard_map(function: str, axis: str) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    # An axis_name of jax.vmap has a size too, but no devices.
-    if axis not in mesh.manual_axes:
-        raise ValueError(
-            f"axis_name is {axis!r}, the manual mesh axes here are {mesh.manual_axes}: call "
-            f"{function} inside a shard_map over that axis, or outside of one with mesh= and "
-            "seq_axis="
-        )
-    return mesh.shape[axis]
 
 
 def _check_one_device(function: str, arrays: Mapping[str, Any]) -> None:

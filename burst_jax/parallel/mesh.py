@@ -165,15 +165,22 @@ def mesh_with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
     return found
 
 
-def size_in_shard_map(argument: str, axis: str) -> int:
-    """Number of devices along the manual mesh axis that an argument of ``ring_attention`` names."""
+_RING_REMEDY = (
+    "call ring_attention inside a shard_map over that axis (an axis of jax.vmap is not one), or "
+    "burst_attention outside of one"
+)
+
+
+def size_in_shard_map(argument: str, axis: str, remedy: str = _RING_REMEDY) -> int:
+    """Number of devices along the manual mesh axis that an argument names.
+
+    ``remedy`` ends the message of the ValueError for any other axis; default: ring_attention's.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     # An axis_name of jax.vmap has a size too, but no devices that a ring could send to.
     if axis not in mesh.manual_axes:
         raise ValueError(
-            f"{argument} is {axis!r}, the manual mesh axes here are {mesh.manual_axes}: call "
-            "ring_attention inside a shard_map over that axis (an axis of jax.vmap is not one), or "
-            "burst_attention outside of one"
+            f"{argument} is {axis!r}, the manual mesh axes here are {mesh.manual_axes}: {remedy}"
         )
     return mesh.shape[axis]
 
