@@ -127,7 +127,10 @@ def test_mistakes_raise():
             r"segment_ids has shape \(24,\) and dtype int32: it needs integers",
         ),
         ((ids, "zigzag", 5), "the length of segment_ids is 24: the zigzag layout over 5 shards"),
-        ((ids, "balanced:0", 4), "zone is 0: the pieces of split documents do not fit"),
+        (
+            (ids, "balanced:0", 4),
+            "layout is 'balanced:0', whose gathered zone is too small for these .* use 'balanced:6'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             work_report(*given)

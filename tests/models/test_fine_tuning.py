@@ -160,7 +160,7 @@ MISTAKES = [
     ("--lora-alpha=8", "--lora-alpha needs --lora-rank"),
     ("--lora-export=adapter", "--lora-export needs --lora-rank"),
     ("--lora-rank=0", "--lora-rank is 0: it must be at least 1"),
-    ("--lora-rank=8 --lora-alpha=0", "--lora-alpha is 0.0: it must be positive, and fin"),
+    ("--lora-rank=8 --lora-alpha=0", "--lora-alpha is 0.0: it must be positive and finite"),
     ("--lora-rank=8 --lora-targets=q", "targets is 'q': it matches none of query (q_proj"),
     ("--layers=2", "--layers is given with --model, which defines it: leave it out"),
     ("--tokenizer=x", "--tokenizer is x, but --data already holds tokens"),

@@ -355,7 +355,10 @@ def test_the_command_line_json_and_folders(tmp_path, capsys):
             main([*arguments, str(model)])
         assert re.search(message, capsys.readouterr().err, re.MULTILINE)
     for ignored, message in (
-        (["--model", "llama-3-8b", "--heads", "8"], "--heads is given with --model"),
+        (
+            ["--model", "llama-3-8b", "--heads", "8"],
+            "--heads is for one attention, and --model has its own",
+        ),
         (["--moment-dtype", "bfloat16"], "--moment-dtype needs --model"),
     ):
         with pytest.raises(SystemExit):

@@ -276,7 +276,11 @@ def test_ids_outside_the_given_vocabulary_raise(corpus, tmp_path):
 
     for data, option, message in (
         (tmp_path, "--vocab-size=100", "holds token id 1[01][0-9], vocab_size is 100"),
-        (corpus, "--vocab-size=100", "vocab_size is 100, but ByteTokens"),
+        (
+            corpus,
+            "--vocab-size=100",
+            "--vocab-size is 100: the tokenizer makes ids up to 255; use 256",
+        ),
         (tmp_path, "--steps=1", "--vocab-size is missing: --data holds tokens"),
         (tmp_path, "--tokenizer=t.json", "--tokenizer is t.json, but --data already holds tokens"),
     ):
