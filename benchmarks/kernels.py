@@ -66,6 +66,7 @@ class Case:
       is_causal: whether the mask is causal.
       window: number of keys that a query attends to, its own included; None is all.
       documents: number of packed documents per sequence.
+      equal_documents: whether they have the same length, or half to one and a half of it.
       sinks: whether query heads have sink logits.
       slopes: whether query heads have ALiBi slopes.
     """
@@ -82,6 +83,7 @@ class Case:
     sinks: bool = False
     slopes: bool = False
     value_dim: int | None = None
+    equal_documents: bool = False
 
     @property
     def options(self) -> MaskOptions:
@@ -118,10 +120,11 @@ class Case:
         return parameters
 
     def segment_ids(self) -> np.ndarray | None:
-        """Segment ids of documents of unequal lengths, int32 ``[B, T]``; None for one document."""
+        """Segment ids of the documents, int32 ``[B, T]``; None for one document."""
         if self.documents == 1:
             return None
         weights = np.random.default_rng(0).uniform(0.5, 1.5, self.documents)
+        weights = np.ones_like(weights) if self.equal_documents else weights
         ends = np.round(np.cumsum(weights) / weights.sum() * self.length)
         row = 1 + np.searchsorted(ends, np.arange(self.length), side="right")
         return np.tile(row.astype(np.int32), (self.batch, 1))

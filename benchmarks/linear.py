@@ -405,10 +405,10 @@ def _time(
     measured = in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock)
     rows = []
     for (side, name), times in measured.items():
-        ms = 1e3 * statistics.median(seconds for seconds, _ in times)
+        ms = 1e3 * statistics.median(turn.seconds for turn in times)
         row = {
             "case": str(case), "side": side, "program": name, "ms": ms, "gib": memory[side, name],
-            "turns": [1e3 * seconds for seconds, _ in times],
+            "turns": [1e3 * turn.seconds for turn in times],
         }  # fmt: skip
         flops = {FORWARD: FORWARD_FLOPS, BOTH: BOTH_FLOPS}.get(name)
         if flops is not None:

@@ -173,13 +173,16 @@ def _timed(
         memory[key] = compiled.memory_analysis().temp_size_in_bytes / 2**30
         calls[key] = (lambda p=compiled, a=arrays: p(*a)), jax.block_until_ready
     measured = in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock)
-    ms = {key: 1e3 * statistics.median(t for t, _ in times) for key, times in measured.items()}
+    ms = {
+        key: 1e3 * statistics.median(turn.seconds for turn in times)
+        for key, times in measured.items()
+    }
     case = f"{sizes.tokens:,} tokens per GPU, {sizes.key_heads}/{sizes.heads} heads"
     print(case, flush=True)
     rows = []
     for (place, name), each in ms.items():
         row = {"case": case, "place": place, "program": name, "ms": each}
-        row["turns"] = [1e3 * t for t, _ in measured[place, name]]
+        row["turns"] = [1e3 * turn.seconds for turn in measured[place, name]]
         row["gib"] = memory[place, name]
         text = f"  {place:12} {name:22} {each:8.3f} ms"
         flops = {FORWARD: FORWARD_FLOPS, BOTH: BOTH_FLOPS}.get(name)

@@ -83,7 +83,10 @@ def measure(
         calls[name, "both"] = both, jax.block_until_ready
     del plain
     measured = in_turns(calls, turns=turns, seconds=seconds, clock=clock)
-    times = {call: 1e3 * statistics.median(s for s, _ in each) for call, each in measured.items()}
+    times = {
+        call: 1e3 * statistics.median(turn.seconds for turn in each)
+        for call, each in measured.items()
+    }
     return {name: (times[name, "forward"], times[name, "both"]) for name in options}
 
 

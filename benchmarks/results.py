@@ -28,6 +28,8 @@ class Row:
       error: largest relative error of out, dq, dk and dv; inf if one is not finite.
       note: why it was not timed, or empty.
       memory: GiB per device of the forward and the backward pass.
+      mhz: the GPUs' median SM clock in the forward and the backward pass.
+      watts: the mean power of a GPU in the forward and the backward pass.
     """
 
     case: str
@@ -37,6 +39,8 @@ class Row:
     error: float = math.nan
     note: str = ""
     memory: float = math.nan
+    mhz: float = math.nan
+    watts: float = math.nan
 
     def agrees(self, limit: float, *programs: dict[str, float]) -> bool:
         """Whether all errors are within the limit; records the largest, and its name if it is not.

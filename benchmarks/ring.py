@@ -1,203 +1,51 @@
 """Benchmark of rings of all GPUs against other strategies on the same GPUs.
 
 Every strategy gets the same q, k, v and do, in its layout, and computes the forward pass, and the
-forward pass with the gradients of q, k and v. Before a strategy is timed, its results are compared
-with those of the first one that ran (one GPU with the whole sequence, where that fits). FLOPs are
-counted as in ``benchmarks kernels``, per GPU; the table has each rate as a fraction of the rate of
-one GPU alone with the same kernels and length.
+forward pass with the gradients of q, k and v. Before a case's strategies are timed, their results
+are compared with those of the first one that ran (one GPU with the whole sequence, where that
+fits). All of a case are timed in turns: at the power limit a GPU's clock falls with time. FLOPs are
+counted as in ``benchmarks kernels``, per GPU; the table has each rate as a share of that of every
+GPU alone with the whole sequence, or of one GPU, with the same kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import burst_jax
 from benchmarks import plot
 from benchmarks.command_line import add_cases, add_outputs, require_gpus, require_outputs
 from benchmarks.kernels import TOLERANCE, Case, matmul_ceiling
 from benchmarks.results import Results, Row, gib
+from benchmarks.ring_strategies import (
+    ALL_ALONE,
+    ALONE,
+    BLOCKS,
+    STEPS,
+    ZIGZAG,
+    Strategy,
+    mesh_of,
+    strategies,
+)
+from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax.command_line import Unusable
-from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
-from burst_jax.parallel.xla_options import XlaOptions
-from burst_jax.ring.rotation import RotationChoice
-from pallas_kernels.timing import median_time, relative_error
+from pallas_kernels.timing import relative_error
 
-ALONE, ALL_ALONE, ZIGZAG = "one GPU", "every GPU alone", "zigzag"
-
-
-@dataclasses.dataclass(frozen=True)
-class Strategy:
-    """One strategy to compute attention over a sequence on several GPUs.
-
-    Attributes:
-      mesh: the devices that it uses.
-      attend: ``(q, k, v) -> out``, arrays in ``layout``.
-      axes: mesh axes that shard the sequence.
-      layout: the layout.
-      shards: number of shards of the layout.
-      copies: number of copies of the whole work that run at once, on different devices.
-      options: compiler options for ``jax.jit``.
-    """
-
-    mesh: Mesh
-    attend: Callable[..., jax.Array]
-    axes: tuple[str, ...]
-    layout: str
-    shards: int
-    copies: int = 1
-    options: XlaOptions = dataclasses.field(default_factory=dict)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The sharding of q, k, v and all results."""
-        return NamedSharding(self.mesh, P("copies" if self.copies > 1 else None, self.axes))
-
-    @property
-    def order(self) -> tuple[str, int, int, NamedSharding]:
-        """The last arguments of :func:`_random`."""
-        return self.layout, self.shards, self.copies, self.sharding
-
-
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
-
-
-def ring(
-    case: Case,
-    n: int,
-    layout: str = "zigzag",
-    *,
-    shape: tuple[int, ...] = (),
-    seq_axis: AxisNames = "seq",
-    ulysses_axis: str | None = None,
-    backward: RotationChoice = "auto",
-    peer_copies: bool | None = None,
-) -> Strategy:
-    """burst_attention on ``n`` devices with these arguments.
-
-    ``shape`` has the sizes of the mesh axes in ``seq_axis`` and ``ulysses_axis``; () is one axis of
-    all devices.
-    """
-    names = flat_names(seq_axis, ulysses_axis)
-    mesh = _mesh(shape or (n,), names)
-    attend = functools.partial(
-        burst_jax.burst_attention, mesh=mesh, seq_axis=seq_axis, layout=layout,
-        ulysses_axis=ulysses_axis, backward=backward, **case.options,
-    )  # fmt: skip
-    shards = axes_size(mesh, seq_axis)
-    xla = burst_jax.compiler_options(peer_copies=peer_copies)
-    return Strategy(mesh, attend, names, layout, shards, options=xla)
-
-
-def cudnn(case: Case) -> Callable[..., jax.Array]:
-    """cuDNN on one device's arrays."""
-    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
-
-
-def alone(case: Case, attend: Callable[..., jax.Array] | None = None) -> Strategy:
-    """One GPU with the whole sequence, by ``attend`` or else by burst_attention."""
-    strategy = ring(case, 1, "contiguous")
-    return strategy if attend is None else dataclasses.replace(strategy, attend=attend)
-
-
-def all_alone(case: Case, n: int) -> Strategy:
-    """Every GPU computes the whole sequence on its own, all at once: the slowest one decides."""
-    mesh = _mesh((n, 1), ("copies", "seq"))
-    attend = functools.partial(
-        burst_jax.burst_attention, mesh=mesh, batch_axis="copies", **case.options
-    )
-    return Strategy(mesh, attend, ("seq",), "contiguous", 1, copies=n)
-
-
-def ulysses(case: Case, n: int) -> Strategy:
-    """Ulysses: all-to-all to shards of the heads, cuDNN on the whole sequence, all-to-all back.
-
-    Raises:
-      NotImplementedError: the devices cannot share the key heads equally.
-    """
-    if case.kv_heads % n:
-        raise NotImplementedError(f"{case.kv_heads} key heads for {n} devices")
-    mesh = _mesh((n,), ("seq",))
-    all_to_all = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
-    )
-    def attend(q, k, v):
-        q, k, v = (all_to_all(x, split_axis=2, concat_axis=1) for x in (q, k, v))
-        return all_to_all(cudnn(case)(q, k, v), split_axis=1, concat_axis=2)
-
-    return Strategy(mesh, attend, ("seq",), "contiguous", n)
-
-
-def all_gather(case: Case, n: int) -> Strategy:
-    """Keys and values all-gathered on every device, and cuDNN.
-
-    Raises:
-      NotImplementedError: the case is causal.
-    """
-    if case.is_causal:
-        raise NotImplementedError("cuDNN through JAX has no offset of the first query")
-    mesh = _mesh((n,), ("seq",))
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
-    )
-    def attend(q, k, v):
-        k, v = (lax.all_gather(x, "seq", axis=1, tiled=True) for x in (k, v))
-        return cudnn(case)(q, k, v)
-
-    return Strategy(mesh, attend, ("seq",), "contiguous", n)
-
-
-def strategies(case: Case, n: int) -> dict[str, Callable[[], Strategy]]:
-    """Constructors of the strategies by name; they raise for an unsupported case."""
-
-    def by_two(what: str, shape: tuple[int, int], **options: Any) -> Strategy:
-        if n % 2 or n < 4:
-            raise NotImplementedError(f"{n} devices cannot form a {what}")
-        return ring(case, n, shape=shape, **options)
-
-    return {
-        ALONE: lambda: alone(case),
-        ALL_ALONE: lambda: all_alone(case, n),
-        "one GPU, cuDNN": lambda: alone(case, cudnn(case)),
-        ZIGZAG: lambda: ring(case, n),
-        "zigzag, rotate_kv": lambda: ring(case, n, backward="rotate_kv"),
-        "zigzag, rotate_query": lambda: ring(case, n, backward="rotate_query"),
-        "zigzag, NCCL": lambda: ring(case, n, peer_copies=False),
-        "striped": lambda: ring(case, n, "striped"),
-        "contiguous": lambda: ring(case, n, "contiguous"),
-        "two-level ring": lambda: by_two(
-            "ring of two levels", (2, n // 2), seq_axis=("outer", "inner")
-        ),
-        "ring + Ulysses of 2": lambda: by_two(
-            "ring of pairs", (n // 2, 2), ulysses_axis="heads"
-        ),
-        "Ulysses": lambda: ring(
-            case, n, "contiguous", seq_axis=None, ulysses_axis="heads"
-        ),
-        "all-gather, cuDNN": lambda: all_gather(case, n),
-        "Ulysses, cuDNN": lambda: ulysses(case, n),
-    }  # fmt: skip
-
+_PARTS = (BLOCKS, STEPS)
 
 _CORE = (
     ALONE,
     ALL_ALONE,
+    *_PARTS,
     "one GPU, cuDNN",
     ZIGZAG,
     "striped",
@@ -226,30 +74,22 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
         for batch in (2, 4, 8)
     ),
     (Case("1M, 32/8 heads", 1, 1048576, 32, 8, 128, True), (ZIGZAG,)),
+    (Case("16K, 64/8 heads", 1, 16384, 64, 8, 128, True), _CORE),
+    (Case("8K, 32/32 heads", 1, 8192, 32, 32, 128, True), _CORE),
+    (
+        Case(
+            "16 documents of 8K, 32/8 heads",
+            *(1, 131072, 32, 8, 128, True),
+            documents=16,
+            equal_documents=True,
+        ),
+        (ALONE, ALL_ALONE, "balanced", ZIGZAG, "striped:128"),
+    ),
+    (
+        Case("32 documents of 128K, 32/8 heads", 1, 131072, 32, 8, 128, True, documents=32),
+        (ALONE, ALL_ALONE, "balanced", ZIGZAG, "striped:128"),
+    ),
 )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _random(
-    key: jax.Array,
-    shape: tuple[int, ...],
-    layout: str,
-    shards: int,
-    copies: int,
-    sharding: NamedSharding,
-) -> jax.Array:
-    """Random bfloat16 values, the same tokens in any layout and on any devices."""
-    x = burst_jax.to_layout(jax.random.normal(key, shape, jnp.bfloat16), layout, shards)
-    return lax.with_sharding_constraint(jnp.concatenate([x] * copies), sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _natural(
-    x: jax.Array, layout: str, shards: int, copies: int, sharding: NamedSharding
-) -> jax.Array:
-    """``x`` in natural order; the last one of several copies."""
-    x = x[-(x.shape[0] // copies) :]
-    return lax.with_sharding_constraint(burst_jax.from_layout(x, layout, shards), sharding)
 
 
 class RingInputs:
@@ -257,7 +97,7 @@ class RingInputs:
 
     def __init__(self, case: Case, n: int):
         self.case = case
-        self._everywhere = NamedSharding(_mesh((n,), ("seq",)), P(None, "seq"))
+        self._everywhere = NamedSharding(mesh_of((n,), ("seq",)), P(None, "seq"))
         self._want: dict[str, jax.Array] = {}
 
     def arrays(self, strategy: Strategy) -> list[jax.Array]:
@@ -266,7 +106,7 @@ class RingInputs:
         keys = jax.random.split(jax.random.key(1), 4)
         heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
         return [
-            _random(key, (case.batch, case.length, count, case.head_dim), *strategy.order)
+            strategy.random(key, (case.batch, case.length, count, case.head_dim))
             for key, count in zip(keys, heads, strict=True)
         ]
 
@@ -274,51 +114,101 @@ class RingInputs:
         """Relative difference of each result from the first strategy's, from the first call."""
         errors = {}
         for name, array in results.items():
-            once = NamedSharding(strategy.mesh, P(None, strategy.axes))
-            natural = _natural(array, strategy.layout, strategy.shards, strategy.copies, once)
+            natural = strategy.natural(array, self.case.length)
             here = jax.device_put(natural, self._everywhere)
             errors[name] = relative_error(here, self._want.setdefault(name, here))
         return errors
 
 
-def measure(inputs: RingInputs, name: str, make: Callable[[], Strategy]) -> Row:
-    """Checks one strategy against the first one, and times it.
+@dataclasses.dataclass
+class Compiling:
+    """A strategy's row, and what threads compile and its arrays; a note in the row if it failed."""
 
-    Args:
-      inputs: the case and its arrays.
-      name: name of the strategy in the table.
-      make: constructs the strategy.
-    """
-    case, row = inputs.case, Row(inputs.case.name, name)
+    row: Row
+    strategy: Strategy | None = None
+    arrays: list[jax.Array] = dataclasses.field(default_factory=list)
+    packing: list[jax.Array] = dataclasses.field(default_factory=list)
+    programs: list[Any] = dataclasses.field(default_factory=list)
+
+    def calls(self) -> list[Callable[[], Any]]:
+        """The forward pass, and forward and backward pass."""
+        forward, both = (program.result() for program in self.programs)
+        arrays, packing = self.arrays, self.packing
+        return [lambda: forward(*arrays[:3], *packing), lambda: both(*arrays, *packing)]
+
+    def failed(self, error: Exception) -> None:
+        """The table has the reason, and the benchmark continues."""
+        self.row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
+
+
+def start(
+    inputs: RingInputs, name: str, make: Callable[[], Strategy], pool: ThreadPoolExecutor
+) -> Compiling:
+    """Makes a strategy's arrays, and compiles its programs in threads of the pool."""
+    started = Compiling(Row(inputs.case.name, name))
     try:
-        strategy = make()
-        n = strategy.mesh.size
+        strategy = started.strategy = make()
+        arrays = started.arrays = inputs.arrays(strategy)
+        packing = started.packing = strategy.packing_arrays()
+        for run, given in ((strategy.attend, arrays[:3]), (strategy.both, arrays)):
+            with strategy.lowering():
+                lowered = jax.jit(run, compiler_options=strategy.options).lower(*given, *packing)
+            started.programs.append(pool.submit(lowered.compile))
+    except Exception as error:
+        started.failed(error)
+    return started
 
-        def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> dict[str, jax.Array]:
-            out, vjp = jax.vjp(strategy.attend, q, k, v)
-            return dict(zip(("out", "dq", "dk", "dv"), (out, *vjp(do)), strict=True))
 
-        arrays = inputs.arrays(strategy)
-        lowered = [
-            jax.jit(run, compiler_options=strategy.options).lower(*arguments)
-            for run, arguments in ((strategy.attend, arrays[:3]), (both, arrays))
-        ]
-        with ThreadPoolExecutor() as pool:  # Compilation dominates.
-            forward, gradient = pool.map(lambda each: each.compile(), lowered)
-        row.memory = gib(gradient)
-        alone_errors = inputs.errors(strategy, {"out": forward(*arrays[:3])})
-        errors = inputs.errors(strategy, gradient(*arrays))
-    except Exception as error:  # The table has the reason, and the benchmark continues.
-        row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
-        return row
-    if not row.agrees(TOLERANCE["bfloat16"], alone_errors, errors):
-        return row
-    tera = 1e-12 * case.flops() * strategy.copies / n
-    rounds = 5 if tera < 500 else 1  # Seconds each at a million tokens.
-    row.forward = tera / median_time(lambda: forward(*arrays[:3]), rounds)
-    tera_both = tera * case.flops_with_gradients() / case.flops()
-    row.both = tera_both / median_time(lambda: gradient(*arrays), rounds)
-    return row
+def check(inputs: RingInputs, started: Compiling) -> None:
+    """Compares a strategy's results with the first one's: a note if they differ."""
+    strategy, row = started.strategy, started.row
+    if strategy is None or row.note:
+        return
+    try:
+        forward, both = started.calls()
+        row.memory = gib(started.programs[1].result())
+        if strategy.is_part:
+            jax.block_until_ready((forward(), both()))
+            return
+        alone_errors = inputs.errors(strategy, {"out": forward()})
+        results = dict(zip(("out", "dq", "dk", "dv"), both(), strict=True))
+        row.agrees(TOLERANCE["bfloat16"], alone_errors, inputs.errors(strategy, results))
+    except Exception as error:
+        started.failed(error)
+
+
+def measure(
+    case: Case,
+    makers: dict[str, Callable[[], Strategy]],
+    n: int,
+    *,
+    turns: int,
+    seconds: float,
+    clock: Clock,
+) -> list[Row]:
+    """Checks the strategies against the first one, and times them in turns."""
+    inputs = RingInputs(case, n)
+    with ThreadPoolExecutor() as pool:  # Compilation dominates.
+        started = [start(inputs, name, make, pool) for name, make in makers.items()]
+        for each in started:
+            check(inputs, each)
+    timed = [each for each in started if not each.row.note]
+    calls: dict[Any, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        (index, what): (call, jax.block_until_ready)
+        for index, each in enumerate(timed)
+        for what, call in zip(("forward", "both"), each.calls(), strict=True)
+    }
+    flops = {"forward": case.flops(), "both": case.flops_with_gradients()}
+    measured = in_turns(calls, turns=turns, seconds=seconds, clock=clock)
+    for (index, what), taken in measured.items():
+        strategy, row = timed[index].strategy, timed[index].row
+        assert strategy is not None
+        tera = 1e-12 * flops[what] * strategy.copies / strategy.mesh.size
+        setattr(row, what, tera / statistics.median(turn.seconds for turn in taken))
+        if what == "both":
+            row.mhz = statistics.median(turn.mhz for turn in taken)
+            row.watts = statistics.median(turn.watts for turn in taken)
+    return [each.row for each in started]
 
 
 def add_command(commands: Any) -> None:
@@ -326,6 +216,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("ring", help=__doc__.splitlines()[0])
     add_cases(parser, [case.name for case, _ in CASES])
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: all of the cases")
+    add_turns(parser)
     add_outputs(parser)
     parser.set_defaults(run=run)
 
@@ -345,38 +236,44 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{n} x {results.device}, jax {results.jax}, bfloat16, head dim 128, causal unless full; "
         f"a large matmul on one: {results.matmul:.0f} TFLOP/s\n"
-        "TFLOP/s per GPU (share of one GPU's); GiB per GPU of forward and backward; the largest "
-        "difference from the first strategy\n"
+        "TFLOP/s per GPU (share of every GPU alone, or of one GPU); of forward and backward: GiB "
+        "per GPU, SM clock, watts, joules per TFLOP; the largest difference from the first\n"
     )
-    heading = f"{'case':34}{'strategy':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}{'error':>9}"
+    heading = f"{'case':34}{'strategy':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}"
+    heading += f"{'MHz':>6}{'W':>5}{'J/TFLOP':>9}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
-    for index in args.cases:
-        case, names = CASES[index]
-        inputs, makers, own = RingInputs(case, n), strategies(case, n), None
-        for name in names:
-            if args.strategies is not None and name not in args.strategies:
-                continue
-            row = measure(inputs, name, makers[name])
-            own = row if name == ALONE else own
-            print(_line(row, own), flush=True)
-            results.rows.append(row)
-        del inputs
-        # After every case, so that a later failure loses nothing.
-        if args.json is not None:
-            results.save(args.json)
+    with Clock(n) as clock:
+        for index in args.cases:
+            case, names = CASES[index]
+            makers = strategies(case, n)
+            chosen = [name for name in names if name in (args.strategies or names)]
+            rows = measure(
+                case, {name: makers[name] for name in chosen}, n,
+                turns=args.turns, seconds=args.seconds, clock=clock,
+            )  # fmt: skip
+            print("\n".join(_lines(rows)), flush=True)
+            results.rows += rows
+            # After every case, so that a later failure loses nothing.
+            if args.json is not None:
+                results.save(args.json)
     if args.png is not None:
         plot.draw(results, args.png)
 
 
-def _line(row: Row, own: Row | None) -> str:
-    start = f"{row.case:34}{row.peer:22}"
-    if row.note:
-        return f"{start}  {row.note}"
-    cells = []
-    for rate, alone_rate in (
-        (row.forward, math.nan if own is None else own.forward),
-        (row.both, math.nan if own is None else own.both),
-    ):
-        share = f" ({100 * rate / alone_rate:3.0f} %)" if alone_rate > 0 else " " * 8
-        cells.append(f"{rate:5.0f}{share}")
-    return f"{start}{''.join(f'{cell:>13}' for cell in cells)}{row.memory:7.2f}{row.error:9.1e}"
+def _lines(rows: Sequence[Row]) -> list[str]:
+    """A line of each row of a case."""
+    timed = {row.peer: row for row in rows if not row.note}
+    alone = timed.get(ALL_ALONE) or timed.get(ALONE)
+    lines = []
+    for row in rows:
+        line = f"{row.case:34}{row.peer:22}"
+        if row.note:
+            lines.append(f"{line}  {row.note}")
+            continue
+        for what in ("forward", "both"):
+            rate = getattr(row, what)
+            share = f" ({rate / getattr(alone, what):6.1%})" if alone else " " * 9
+            line += f"{f'{rate:4.0f}{share}':>13}"
+        line += f"{row.memory:7.2f}{row.mhz:6.0f}{row.watts:5.0f}{row.watts / row.both:9.2f}"
+        lines.append(f"{line}{row.error:9.1e}")
+    return lines

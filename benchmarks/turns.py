@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +77,29 @@ def with_arrays(arguments: dict[str, Any]) -> tuple[Attention, list[jax.Array]]:
     return attend, [jnp.asarray(x) for x in arrays.values()]
 
 
+class Turn(NamedTuple):
+    """A turn's seconds per call, the median SM clock in MHz, and a GPU's mean power in watts."""
+
+    seconds: float
+    mhz: float
+    watts: float
+
+
 class Clock:
-    """The SM clock in MHz, read every 50 ms while it is entered."""
+    """SM clock and power of the first GPUs, read every 50 ms while it is entered.
+
+    Args:
+      gpus: how many are read.
+    """
+
+    def __init__(self, gpus: int = 1):
+        self._ids = ",".join(map(str, range(gpus)))
 
     def __enter__(self) -> Clock:
-        query = "nvidia-smi --id=0 --query-gpu=clocks.sm --format=csv,noheader,nounits -lms 50"
-        self._process = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
-        self._readings: list[tuple[float, float]] = []
+        query = f"nvidia-smi --id={self._ids} --query-gpu=clocks.sm,power.draw.instant"
+        command = f"{query} --format=csv,noheader,nounits -lms 50"
+        self._process = subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True)
+        self._readings: list[tuple[float, float, float]] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         return self
@@ -92,17 +108,29 @@ class Clock:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._readings.append((time.perf_counter(), float(line)))
+                mhz, watts = map(_number, line.split(","))
+                self._readings.append((time.perf_counter(), mhz, watts))
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
         self._thread.join()
 
-    def median(self, start: float, end: float) -> float:
-        """The median between two times of ``time.perf_counter``; NaN without a reading."""
-        readings = [mhz for at, mhz in list(self._readings) if start < at < end]
-        return statistics.median(readings) if readings else math.nan
+    def between(self, start: float, end: float) -> tuple[float, float]:
+        """Median MHz and mean watts between two times of ``time.perf_counter``; NaN if unread."""
+        readings = [reading[1:] for reading in list(self._readings) if start < reading[0] < end]
+        if not readings:
+            return math.nan, math.nan
+        mhz, watts = zip(*readings, strict=True)
+        return statistics.median(mhz), statistics.fmean(watts)
+
+
+def _number(cell: str) -> float:
+    """NaN where a GPU or its driver does not measure this."""
+    try:
+        return float(cell)
+    except ValueError:
+        return math.nan
 
 
 def in_turns(
@@ -111,17 +139,17 @@ def in_turns(
     turns: int,
     seconds: float,
     clock: Clock,
-) -> dict[Any, list[tuple[float, float]]]:
+) -> dict[Any, list[Turn]]:
     """Times calls in turns of random order.
 
     Args:
       calls: by a name, what starts the work, and what waits for its results.
       turns: number of turns of each call.
       seconds: duration of a turn.
-      clock: reads the SM clock.
+      clock: reads SM clock and power.
 
     Returns:
-      By name, for each turn: seconds per call, and the median SM clock in MHz.
+      By name, all turns.
     """
     numbers = {}
     for name, (call, wait) in calls.items():
@@ -130,7 +158,7 @@ def in_turns(
         wait(call())
         numbers[name] = max(1, math.ceil(seconds / (time.perf_counter() - start)))
     order = list(calls)
-    measured: dict[Any, list[tuple[float, float]]] = {name: [] for name in order}
+    measured: dict[Any, list[Turn]] = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
     for _ in range(turns):
         shuffle(order)
@@ -141,7 +169,8 @@ def in_turns(
                 call()
             wait(call())
             end = time.perf_counter()
-            measured[name].append(((end - start) / numbers[name], clock.median(start, end)))
+            readings = clock.between(start, end)
+            measured[name].append(Turn((end - start) / numbers[name], *readings))
     return measured
 
 
@@ -181,8 +210,12 @@ def compare(
     for (index, what), measured in in_turns(
         calls, turns=turns, seconds=seconds, clock=clock
     ).items():
-        setattr(rows[index], what, 1e-12 * flops[what] / statistics.median(s for s, _ in measured))
-        rates = (f"{1e-12 * flops[what] / s:.0f} at {mhz:.0f}" for s, mhz in measured)
+        setattr(
+            rows[index],
+            what,
+            1e-12 * flops[what] / statistics.median(turn.seconds for turn in measured),
+        )
+        rates = (f"{1e-12 * flops[what] / x.seconds:.0f} at {x.mhz:.0f}" for x in measured)
         print(f"  {rows[index].peer}, {what}, TFLOP/s at MHz: {', '.join(rates)}", flush=True)
     return rows
 

@@ -18,8 +18,8 @@ from benchmarks.results import Results
 CASE = flash.Case("small", 1, 64, 4, 2, 16, True, documents=2)
 
 
-# Read 1,500 MHz throughout.
-NO_CLOCK = SimpleNamespace(median=lambda *_: 1500.0)
+# Read 1,500 MHz and 600 W throughout.
+NO_CLOCK = SimpleNamespace(between=lambda *_: (1500.0, 600.0))
 
 
 @pytest.fixture
@@ -82,22 +82,29 @@ def test_turns_have_the_same_length_and_each_its_clock(monkeypatch):
 
         return started, lambda _: None
 
-    clock: Any = SimpleNamespace(median=lambda start, end: end - start)
+    clock: Any = SimpleNamespace(between=lambda start, end: (end - start, 7.0))
     calls: dict[Any, Any] = {"a": call(0.25), "b": call(0.5)}
     measured = turns.in_turns(calls, turns=3, seconds=1.0, clock=clock)
-    assert measured == {"a": [(0.25, 1.0)] * 3, "b": [(0.5, 1.0)] * 3}
+    assert measured == {"a": [(0.25, 1.0, 7.0)] * 3, "b": [(0.5, 1.0, 7.0)] * 3}
 
 
-def test_the_clock_is_the_median_between_two_times(tmp_path, monkeypatch):
+def test_the_clock_and_power_of_all_gpus_between_two_times(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '1500\\n1400\\n1600\\n'; exec sleep 60\n")
+    # The second GPU does not measure its power.
+    lines = "1500, 600.5\\n1400, 500.5\\n1600, [N/A]\\n"
+    tool.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/given; printf '{lines}'; exec sleep 60\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with turns.Clock() as clock:
+    with turns.Clock(2) as clock:
         while len(clock._readings) < 3:
             pass
-    assert clock.median(-math.inf, math.inf) == 1500
-    assert math.isnan(clock.median(-2, -1))
+    assert "--id=0,1 " in (tmp_path / "given").read_text()
+    mhz, watts = clock.between(-math.inf, math.inf)
+    assert mhz == 1500
+    assert math.isnan(watts)
+    clock._readings.pop()
+    assert clock.between(-math.inf, math.inf) == (1450, 550.5)
+    assert all(map(math.isnan, clock.between(-2, -1)))
 
 
 def test_missing_libraries(monkeypatch, capsys):

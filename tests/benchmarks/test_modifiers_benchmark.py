@@ -16,7 +16,7 @@ CASE = modifiers.Case("small", 1, 64, 4, 4, 16, is_causal=True)
 
 
 def test_ratios_of_all_options(monkeypatch, capsys):
-    no_clock = SimpleNamespace(median=lambda *_: 1500.0)
+    no_clock = SimpleNamespace(between=lambda *_: (1500.0, 600.0))
     monkeypatch.setattr(modifiers, "require_gpus", lambda *_: None)
     monkeypatch.setattr(modifiers, "Clock", lambda: contextlib.nullcontext(no_clock))
     monkeypatch.setattr(modifiers, "CASE", CASE)

@@ -62,7 +62,7 @@ def test_saved_results_are_loaded(tmp_path):
     )
     record = json.loads(path.read_text(), parse_constant=pytest.fail)  # No NaN: it is not JSON.
     assert record["rows"][2]["forward"] is None
-    fields = {"case", "peer", "forward", "both", "error", "note", "memory"}
+    fields = {"case", "peer", "forward", "both", "error", "note", "memory", "mhz", "watts"}
     assert set(record["rows"][0]) == fields
     infinite = dataclasses.replace(WRONG, error=math.inf)
     dataclasses.replace(RESULTS, rows=[infinite]).save(path)

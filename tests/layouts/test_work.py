@@ -129,7 +129,7 @@ def test_mistakes_raise():
         ((ids, "zigzag", 5), "the length of segment_ids is 24: the zigzag layout over 5 shards"),
         (
             (ids, "balanced:0", 4),
-            "layout is 'balanced:0', whose gathered zone is too small for these .* use 'balanced:6'",
+            "layout is 'balanced:0', whose gathered zone is too small .* use 'balanced:6'",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -674,7 +674,7 @@ MUTANTS = [
      "tests/benchmarks/test_kernels_benchmark.py"),
     ("benchmarks/results.py", "key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1]",
      "key=lambda pair: pair[1]", "tests/benchmarks/test_results.py"),
-    ("benchmarks/ring.py", "row.memory = gib(gradient)", "row.memory = gib(forward)",
+    ("benchmarks/ring.py", "gib(started.programs[1]", "gib(started.programs[0]",
      "tests/benchmarks/test_ring_benchmark.py"),
     ("benchmarks/train.py", "if not abs(row[name] - first[name]) <= share * first[name]",
      "if abs(row[name] - first[name]) > share * first[name]", "tests/benchmarks/test_model_benchmarks.py"),

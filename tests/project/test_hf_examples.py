@@ -288,7 +288,7 @@ MISTAKES = (
         generate, "--prompt A --model {tmp}",
         "--model is {tmp}, which lacks tokenizer.json: name one with --tokenizer",
     ),
-    (generate, "--prompt A --tokenizer {tmp}/none", "--tokenizer is {tmp}/none: there is no such file"),
+    (generate, "--prompt A --tokenizer {tmp}/none", "--tokenizer is {tmp}/none: there is no"),
     (
         generate, "--prompt A --mesh data=2",
         "--mesh shards the batch over 2 devices, and the number of prompts is 1: pass a multiple "
