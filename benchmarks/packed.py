@@ -27,7 +27,6 @@ from benchmarks.results import save_json
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.command_line import integer
-from burst_jax.layouts import Balanced
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Offset, Route
@@ -189,8 +188,7 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
 
 def device_fields(case: PackedCase, layout: str, orders: np.ndarray) -> dict[str, Any]:
     """The fields of :class:`_OneDevice` on the first device, with :func:`order_of`'s ``orders``."""
-    parsed = parse_layout(layout)
-    zone = parsed.known_zone if isinstance(parsed, Balanced) else 0
+    zone = parse_layout(layout).known_zone
     # Random: products of equal numbers take less power, so the GPU would run them faster.
     received = case.devices, 1, zone, case.kv_heads, case.head_dim
     keys = jax.random.split(jax.random.key(1))

@@ -28,7 +28,7 @@ from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
 from burst_jax.command_line import Unusable, integer
-from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.parse import layout_option, parse_layout
 from burst_jax.models import DecoderConfig, MixtureOfExperts
 from burst_jax.models.experts import Experts
 from burst_jax.models.feed_forward import GatedMLP
@@ -105,9 +105,7 @@ class TrainingStep:
             options["rules"] = rules
         graphdef, params, state = init_train_state(config, optimizer, mesh, 0, **options)
         rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
-        batch = make_batch(
-            rows, layout=options.get("layout", "contiguous"), num_shards=mesh.shape["seq"]
-        )
+        batch = make_batch(rows, layout=layout_option(options), num_shards=mesh.shape["seq"])
         self._batch = jax.device_put(batch, NamedSharding(mesh, P(None, "seq")))
         step = make_train_step(graphdef, optimizer)
         self._program = step.trace(params, state, self._batch).lower().compile()

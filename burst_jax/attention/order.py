@@ -40,7 +40,7 @@ from burst_jax.attention.order_rules import (
 )
 from burst_jax.attention.validation import check_array, check_is_array
 from burst_jax.layouts.layout import Layout
-from burst_jax.layouts.parse import layout_of, parse_layout
+from burst_jax.layouts.parse import layout_of, layout_option, parse_layout
 from burst_jax.parallel.mesh import (
     axes_size,
     flat_names,
@@ -136,7 +136,7 @@ def reject_wrong_order(
     Raises:
       ValueError: known positions contradict the layout.
     """
-    layout = parse_layout(options.get("layout", "contiguous"))
+    layout = layout_option(options)
     given = (options.get(name) for name in POSITION_READERS)
     if all(value is None or value is False for value in given):
         return x
@@ -204,7 +204,7 @@ def reject_other_layout(
     """
     if inside_shard_map(sequence_axes(options)) or not _known(positions):
         return
-    layout = parse_layout(options.get("layout", "contiguous"))
+    layout = layout_option(options)
     mesh = resolve_mesh(options.get("mesh"))
     n = axes_size(mesh, flat_names(options.get("seq_axis", "seq")))
     given = np.atleast_2d(np.asarray(positions))

@@ -15,7 +15,7 @@ from burst_jax.attention.api import burst_attention
 from burst_jax.attention.arguments import AttentionArguments, AttentionOptions
 from burst_jax.attention.padding import check_pad
 from burst_jax.errors import did_you_mean
-from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.parse import layout_option
 from burst_jax.parallel.mesh import (
     axes_size,
     resolve_mesh,
@@ -171,7 +171,7 @@ class _AttentionFn:
 
     def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
         check_options(owner, options, _REJECTED)
-        check_pad(options.get("pad", False), options.get("layout", "contiguous"))
+        check_pad(options.get("pad", False), layout_option(options))
         self._owner, self._options = owner, options
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -287,7 +287,7 @@ def _attend_batched(
         for name, length in (("T", query.shape[1]), ("S", key.shape[1]))
         if length % shards
     ]
-    layout = parse_layout(options.get("layout", "contiguous"))
+    layout = layout_option(options)
     if undivided and layout.in_natural_order and not options.get("pad", False):
         raise ValueError(
             f"{' and '.join(undivided)}: a length must be a multiple of {shards}, the number of "

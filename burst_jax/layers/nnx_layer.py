@@ -23,7 +23,7 @@ from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
-from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.parse import layout_option
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -361,7 +361,7 @@ class BurstAttention(nnx.Module):
 
     def _given_positions[Positions](self, positions: Positions) -> Positions | None:
         """What attention needs of the positions of a call; None if the layout has them."""
-        layout = parse_layout(dict(self.options).get("layout", "contiguous"))
+        layout = layout_option(self.options)
         return layout.given_positions(positions)
 
     def _dropout_key(self, deterministic: bool | None, rngs: nnx.Rngs | None) -> jax.Array | None:

@@ -42,8 +42,8 @@ class Balanced(Layout):
         return "balanced" if self.zone is None else f"balanced:{self.zone}"
 
     @property
+    @override
     def known_zone(self) -> int:
-        """:attr:`zone`; ValueError if it is None."""
         if self.zone is None:
             raise ValueError(
                 f"layout is {self!r}, without the size of its gathered zone: pass the result of "

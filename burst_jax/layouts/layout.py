@@ -72,6 +72,15 @@ class Layout(abc.ABC):
         """What divides the length of a shard."""
         return 1
 
+    @property
+    def known_zone(self) -> int:
+        """Tokens at the end of every shard that all devices gather; 0 in a ring.
+
+        Raises:
+          ValueError: documents have not determined it.
+        """
+        return 0
+
     @abc.abstractmethod
     def block_shards(self, shard_length: int, num_shards: int) -> tuple[int, np.ndarray]:
         """Which shard holds each block of the sequence.

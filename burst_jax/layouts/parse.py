@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ def parse_layout(layout: LayoutLike) -> Layout:
         "stripes of k tokens, like 'striped:64', or 'balanced:z' for a gathered zone of z tokens, "
         "the layout of burst_jax.layouts.balance"
     )
+
+
+def layout_option(options: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Layout:
+    """The layout among keyword arguments of ``burst_attention``, or its default."""
+    return parse_layout(dict(options).get("layout", "contiguous"))
 
 
 def layout_of(positions: np.ndarray) -> tuple[Layout, int] | None:

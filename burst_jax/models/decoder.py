@@ -26,7 +26,7 @@ from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.errors import check_integer
 from burst_jax.layers.nnx_layer import AttentionFn
 from burst_jax.layers.rope import DynamicRope, Rope, rope_table
-from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.parse import layout_option
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.decoder_options import (
@@ -350,7 +350,7 @@ class Decoder(nnx.Module):
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda w: w)
             in_order = [layers[kind] for kind in kinds]
-            layout = parse_layout(dict(self.options).get("layout", "contiguous"))
+            layout = layout_option(self.options)
             order = layout.given_positions(positions)
             return run_stack(in_order, gather_one, x, stacked, frozen, (tables, order, *masks))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.errors import check_integer, check_seed
-from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.permutation import positions
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.trained_length import check_trained_length
@@ -110,7 +110,7 @@ class Generator:
                 f"batch is {batch}, and it is sharded over {shards} devices along "
                 f"{served.shardings.batch_axes}: use a multiple of {shards}"
             )
-        self._layout = parse_layout(dict(model.options).get("layout", "contiguous"))
+        self._layout = layout_option(model.options)
         self._devices = axes_size(served.shardings.mesh, served.shardings.token_axes)
         # The Ulysses axis splits each shard of the layout.
         ulysses_axis = dict(model.options).get("ulysses_axis")
