@@ -220,8 +220,7 @@ def order_of(case: PackedCase, layout: str, lengths: list[int]) -> tuple[str, np
     n, c = case.devices, case.tokens
     ids = np.zeros((1, n * c), np.int32)
     ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    fitted = parse_layout(layout).fitted(ids, n)
-    order, ids = fitted.order_of(ids, n)
+    fitted, order, ids = parse_layout(layout).order_of(ids, n)
     both = ids.reshape(n, 1, c), np.maximum(order, 0).reshape(n, 1, c)
     return fitted.name, np.stack(both, 1).astype(np.int32)
 

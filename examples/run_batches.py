@@ -19,7 +19,6 @@ from burst_jax.layouts.parse import parse_layout
 from burst_jax.training import (
     Batch,
     TrainStep,
-    balanced_layout,
     make_batch,
     place_batch,
     rows_here,
@@ -62,8 +61,9 @@ def place(
     n, (layout, *others) = ring_size(mesh), layouts(args, mesh)
     if others:
         # All devices run one program, so all processes need one layout.
-        layout = balanced_layout(**rows, num_shards=n, process_local=True)
-    batch = make_batch(**rows, layout=layout, num_shards=n)
+        layout, batch = make_batch(**rows, layout="balanced", num_shards=n, process_local=True)
+    else:
+        batch = make_batch(**rows, layout=layout, num_shards=n)
     axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
     work = {} if work_log is None else work_log(batch, layout)
     return Placed(place_batch(batch, mesh, **axes, process_local=True), layout, work)

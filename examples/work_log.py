@@ -77,7 +77,7 @@ class WorkLog:
         print(
             f"hint: on these packed documents the ring's slowest device reaches {share:.0%} of "
             f"ideal attention with the {layout} layout, and {balanced:.0%} with a balanced one: "
-            "use --layout balanced, or burst_jax.training.balanced_layout",
+            "use --layout balanced, or burst_jax.training.make_batch(rows, layout='balanced')",
             file=sys.stderr,
             flush=True,
         )

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,9 +219,14 @@ def balance_batch(
     Raises:
       ValueError: as of :func:`balance`.
     """
-    found = search_batch(
-        batch, num_shards=num_shards, tokens_per_shard=tokens_per_shard, zone=zone, costs=costs
-    )
+    sizes = {"num_shards": num_shards, "tokens_per_shard": tokens_per_shard}
+    return placements(search_batch(batch, **sizes, zone=zone, costs=costs), **sizes)
+
+
+def placements(
+    found: Iterable[tuple[list[int], Found]], *, num_shards: int, tokens_per_shard: int
+) -> list[Placement]:
+    """The arrays of what :func:`search_batch` found for these numbers of shards and tokens."""
     n, c = int(num_shards), int(tokens_per_shard)
     return [_placement(lengths, each, n, c) for lengths, each in found]
 
@@ -233,10 +238,12 @@ def search_batch(
     tokens_per_shard: int,
     zone: int | None = None,
     costs: RingCosts | None = None,
+    agree: Callable[[int], int] = int,
 ) -> list[tuple[list[int], Found]]:
     """The documents' lengths and the placement of every sequence, without arrays of its tokens.
 
-    Arguments and errors are those of :func:`balance_batch`.
+    Arguments and errors are those of :func:`balance_batch`. Without ``zone`` the common one is
+    ``agree`` of the largest that a sequence needs: that one or a larger one.
     """
     checked = [
         _check(f"batch[{i}]", lengths, num_shards, tokens_per_shard, costs)
@@ -244,6 +251,7 @@ def search_batch(
     ]
     found = [_search(*each, zone) for each in checked]
     common = max((each.zone for each in found), default=0)
+    common = agree(common) if zone is None else common
     return [
         (each[0], one if one.zone == common else _search(*each, common))
         for one, each in zip(found, checked, strict=True)

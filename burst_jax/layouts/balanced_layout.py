@@ -7,7 +7,7 @@ know of it: devices exchange no more than the last z tokens of every shard.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, override
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from burst_jax.errors import check_integer
 from burst_jax.layouts.balanced import search_batch, zone_sizes
 from burst_jax.layouts.documents import Runs, place_documents, placed_runs
-from burst_jax.layouts.layout import AttentionPass, Layout
+from burst_jax.layouts.layout import AttentionPass, Layout, Ordered
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -25,7 +25,7 @@ class Balanced(Layout):
     Attributes:
       zone: number of tokens at the end of every shard, z, that the devices exchange: its gathered
         zone, with the pieces of split documents. None until documents determine it
-        (:meth:`fitted`).
+        (:meth:`order_of`).
     """
 
     attention_pass: ClassVar[AttentionPass] = "gathered"
@@ -46,8 +46,9 @@ class Balanced(Layout):
     def known_zone(self) -> int:
         if self.zone is None:
             raise ValueError(
-                f"layout is {self!r}, without the size of its gathered zone: pass the result of "
-                "burst_jax.training.balanced_layout(rows, num_shards=n, segment_ids=segment_ids)"
+                f"layout is {self!r}, without the size of its gathered zone: pass the layout "
+                "that burst_jax.training.make_batch(rows, layout='balanced', num_shards=n) returns "
+                "with the batch"
             )
         return self.zone
 
@@ -73,7 +74,9 @@ class Balanced(Layout):
         return None
 
     @override
-    def place(self, batch: dict[str, Any], num_shards: int) -> dict[str, Any]:
+    def place(
+        self, batch: dict[str, Any], num_shards: int, agree: Callable[[int], int] = int
+    ) -> tuple[Layout, dict[str, Any]]:
         if "prefix_lengths" in batch:
             raise NotImplementedError(
                 f"prefix_lengths are given with layout {self!r}: use the zigzag layout with them"
@@ -81,28 +84,32 @@ class Balanced(Layout):
         segment_ids = batch["segment_ids"]
         if segment_ids is None:
             segment_ids = np.ones(batch["inputs"].shape, np.int32)
-        order, segment_ids = self.order_of(segment_ids, num_shards)
+        layout, order, segment_ids = self.order_of(segment_ids, num_shards, agree)
         index, is_padding = np.maximum(order, 0), order < 0
         arrays = {name: x for name, x in batch.items() if name != "segment_ids"}
         arrays = {name: np.take_along_axis(x, index, 1) for name, x in arrays.items()}
         for x in arrays.values():
             x[is_padding] = 0
-        return arrays | {"segment_ids": segment_ids}
+        return layout, arrays | {"segment_ids": segment_ids}
 
     @override
-    def order_of(self, segment_ids: np.ndarray, num_shards: int) -> tuple[np.ndarray, np.ndarray]:
-        self.check_shard(segment_ids.shape[1] // num_shards)
+    def order_of(
+        self, segment_ids: np.ndarray, num_shards: int, agree: Callable[[int], int] = int
+    ) -> Ordered:
+        if self.zone is not None:
+            self.check_shard(segment_ids.shape[1] // num_shards)
         try:
-            order, placed = place_documents(segment_ids, num_shards, self.zone)
+            order, placed = place_documents(segment_ids, num_shards, self.zone, agree)
         except ValueError:
             fit = Balanced().fitted(segment_ids, num_shards)
             raise ValueError(
                 f"layout is {self!r}, whose gathered zone is too small for these documents: use "
-                f"{fit!r}, or better what burst_jax.training.balanced_layout returns for the whole "
-                "batch"
+                f"{fit!r}, or better layout='balanced', with which make_batch returns the layout "
+                "of the whole batch"
             ) from None
         ids = np.array([one.segment_ids for one in placed], np.int32)
-        return order, ids.reshape(segment_ids.shape)
+        zone = max((one.zone for one in placed), default=self.zone or 0)
+        return Ordered(Balanced(zone), order, ids.reshape(segment_ids.shape))
 
     @override
     def fitted(self, segment_ids: np.ndarray, num_shards: int) -> Balanced:

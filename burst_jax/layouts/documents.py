@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from burst_jax.layouts.balanced import Placement, balance_batch, runs_of_placement
+from burst_jax.layouts.balanced import (
+    Placement,
+    placements,
+    runs_of_placement,
+    search_batch,
+)
 from burst_jax.layouts.document_search import Found
 
 
@@ -101,7 +106,10 @@ def placed_runs(lengths: list[int], found: Found, n: int, c: int) -> Runs:
 
 
 def place_documents(
-    segment_ids: np.ndarray, num_shards: int, zone: int | None = None
+    segment_ids: np.ndarray,
+    num_shards: int,
+    zone: int | None = None,
+    agree: Callable[[int], int] = int,
 ) -> tuple[np.ndarray, list[Placement]]:
     """Places the documents of every sequence of a batch, see :func:`balance_batch`.
 
@@ -110,6 +118,7 @@ def place_documents(
         multiple of ``num_shards``.
       num_shards: number of shards on the ring.
       zone: tokens of the gathered zone; None chooses it.
+      agree: the zone that is chosen, of the largest that a sequence needs; it may be larger.
 
     Returns:
       ``(order, placed)``: order is int64 ``[B, T]``, the index of the token at each place, -1 for
@@ -118,14 +127,13 @@ def place_documents(
     Raises:
       ValueError: documents that do not fit in ``zone``.
     """
-    length = segment_ids.shape[1]
+    sizes = {
+        "num_shards": num_shards,
+        "tokens_per_shard": segment_ids.shape[1] // num_shards,
+    }
     runs = [runs_of(ids) for ids in segment_ids]
-    placed = balance_batch(
-        [each.lengths for each in runs],
-        num_shards=num_shards,
-        tokens_per_shard=length // num_shards,
-        zone=zone,
-    )
+    found = search_batch([each.lengths for each in runs], **sizes, zone=zone, agree=agree)
+    placed = placements(found, **sizes)
     order = np.full(segment_ids.shape, -1)
     for row, each, one in zip(order, runs, placed, strict=True):
         full = one.order >= 0

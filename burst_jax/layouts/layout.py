@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -38,6 +38,20 @@ class FirstHalf(NamedTuple):
 
     tokens: int
     layouts: tuple[Layout, ...]
+
+
+class Ordered(NamedTuple):
+    """Sequences in the order of a layout.
+
+    Attributes:
+      layout: the layout, with what the documents determine of it.
+      order: ``[B, T]``, the index in natural order of the token at each place, -1 for padding.
+      segment_ids: ``[B, T]`` in this order. A layout may give documents new ids.
+    """
+
+    layout: Layout
+    order: np.ndarray
+    segment_ids: np.ndarray
 
 
 class Layout(abc.ABC):
@@ -217,38 +231,47 @@ class Layout(abc.ABC):
         order = (starts[..., None] + np.arange(size)).reshape(-1)
         return xp.take(x, np.argsort(order) if inverse else order, axis)
 
-    def place(self, batch: dict[str, Any], num_shards: int) -> dict[str, Any]:
+    def place(
+        self, batch: dict[str, Any], num_shards: int, agree: Callable[[int], int] = int
+    ) -> tuple[Layout, dict[str, Any]]:
         """A batch of host arrays ``[B, T]`` in natural order, permuted into the layout.
 
         Args:
           batch: "segment_ids" (None for one segment without padding), "prefix_lengths" ``[B]`` if
             it is given, and arrays that are permuted together.
           num_shards: number of shards on the ring.
+          agree: as in :meth:`order_of`.
+
+        Returns:
+          ``(layout, batch)``: the layout, with what the documents determine of it, and the permuted
+          batch.
 
         Raises:
           ValueError: the layout is one of other documents.
           NotImplementedError: prefixes, which the layout does not support.
         """
-        return {
+        del agree
+        return self, {
             name: x
             if x is None or x.ndim < 2
             else self.reorder(x, num_shards, 1, np, inverse=False)
             for name, x in batch.items()
         }
 
-    def order_of(self, segment_ids: np.ndarray, num_shards: int) -> tuple[np.ndarray, np.ndarray]:
+    def order_of(
+        self, segment_ids: np.ndarray, num_shards: int, agree: Callable[[int], int] = int
+    ) -> Ordered:
         """The order of sequences with these segment ids ``[B, T]``, and their ids in it.
 
-        Returns:
-          ``(order, segment_ids)``: order ``[B, T]`` is the index in natural order of the token at
-          each place, -1 for padding. A layout may give documents new ids.
+        ``agree`` returns the size that all processes use for a part of the layout that documents
+        determine, of the size that those of this process need: that one or a larger one.
 
         Raises:
           ValueError: the layout is one of other documents.
         """
         order = self.positions(segment_ids.shape[1], num_shards)
         assert order is not None
-        return np.broadcast_to(order, segment_ids.shape), segment_ids[:, order]
+        return Ordered(self, np.broadcast_to(order, segment_ids.shape), segment_ids[:, order])
 
     def fitted(self, segment_ids: np.ndarray, num_shards: int) -> Layout:
         """The layout, with what the documents ``[B, T]`` of a batch determine of it."""

@@ -92,10 +92,8 @@ def work_report(
         )
     length = segment_ids.shape[1]
     layout, costs = parse_layout(layout), RingCosts() if costs is None else costs
-    if positions is None and length % n == 0:
-        layout = layout.fitted(segment_ids, n)
-    layout.check_length(length, n, "the length of segment_ids")
     if layout.is_fixed:
+        layout.check_length(length, n, "the length of segment_ids")
         if positions is not None:
             raise ValueError(
                 f"positions are given with layout {layout!r}, which defines them: pass "
@@ -103,9 +101,10 @@ def work_report(
             )
         runs = map(runs_of, segment_ids)
     else:
-        if positions is None:
-            order, segment_ids = layout.order_of(segment_ids, n)
+        if positions is None and length % n == 0:
+            layout, order, segment_ids = layout.order_of(segment_ids, n)
             positions = np.maximum(order, 0)
+        layout.check_length(length, n, "the length of segment_ids")
         positions = np.asarray(positions)
         if positions.shape != segment_ids.shape:
             raise ValueError(

@@ -6,7 +6,6 @@ from burst_jax.parallel.processes import check_same as check_same
 from burst_jax.parallel.processes import initialize as initialize
 from burst_jax.parallel.processes import is_main as is_main
 from burst_jax.training.batches import Batch as Batch
-from burst_jax.training.batches import balanced_layout as balanced_layout
 from burst_jax.training.batches import make_batch as make_batch
 from burst_jax.training.batches import place_batch as place_batch
 from burst_jax.training.batches import rows_here as rows_here

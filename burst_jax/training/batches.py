@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, overload
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.attention.validation import check_array, to_int32
 from burst_jax.errors import MAX_BATCH, check_integer
-from burst_jax.layouts.balanced_layout import Balanced
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.permutation import pad_to_layout
 from burst_jax.parallel.mesh import (
@@ -57,6 +56,21 @@ class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
 _COMPARED: set[tuple[Mesh, bool]] = set()
 
 
+@overload
+def make_batch(
+    rows: np.ndarray,
+    *,
+    layout: Literal["balanced"],
+    num_shards: int = 1,
+    segment_ids: np.ndarray | None = None,
+    prefix_lengths: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    multiple_of: int = 1,
+    process_local: bool = False,
+) -> tuple[str, Batch[np.ndarray]]: ...
+
+
+@overload
 def make_batch(
     rows: np.ndarray,
     *,
@@ -66,7 +80,21 @@ def make_batch(
     prefix_lengths: np.ndarray | None = None,
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
-) -> Batch[np.ndarray]:
+    process_local: bool = False,
+) -> Batch[np.ndarray]: ...
+
+
+def make_batch(
+    rows: np.ndarray,
+    *,
+    layout: LayoutLike = "contiguous",
+    num_shards: int = 1,
+    segment_ids: np.ndarray | None = None,
+    prefix_lengths: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+    multiple_of: int = 1,
+    process_local: bool = False,
+) -> Batch[np.ndarray] | tuple[str, Batch[np.ndarray]]:
     """Makes a next-token batch from sequences of T + 1 tokens.
 
     Targets are shifted first, in natural order. Then all arrays are padded to a length that the
@@ -75,10 +103,20 @@ def make_batch(
         rows      a b c d e          inputs   a b c d     targets  b c d e
         zigzag, 2 shards             inputs   a d b c     targets  b e c d
 
+    The layout ``"balanced"`` places every document by itself: short documents are whole on one
+    device, long ones are split over all, so that all devices have the same work. The documents
+    determine the layout, ``"balanced:z"``, so it is returned with the batch. z is the number of
+    tokens per shard that devices gather, the largest that a sequence of the batch needs: one of at
+    most six (:func:`burst_jax.layouts.zone_sizes`). Each is another layout of the model, so another
+    program to compile::
+
+        layout, batch = make_batch(rows, layout="balanced", num_shards=4, segment_ids=segment_ids)
+        params, opt_state, metrics = train_step_of[layout](params, opt_state, place_batch(...))
+
     Args:
       rows: integers ``[B, T + 1]``, the sequences.
-      layout: sequence permutation, see :func:`burst_jax.to_layout`, or the result of
-        :func:`balanced_layout`, which places every document by itself.
+      layout: sequence permutation, see :func:`burst_jax.to_layout`; ``"balanced"``; or
+        ``"balanced:z"``, for documents that fit in the gathered zone of another batch.
       num_shards: number of shards on the ring: the devices of ``seq_axis``, without those of a
         ``ulysses_axis`` or of batch axes.
       segment_ids: integers ``[B, T + 1]``, 0 for padding; None is one segment per sequence and no
@@ -91,9 +129,15 @@ def make_batch(
       multiple_of: a second number that must divide the padded length, as in
         :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis``, the number of devices on the ring
         and that axis together.
+      process_local: whether every process passes only its own sequences, as in
+        :func:`place_batch`. All devices run one program, so z of ``"balanced"`` then is the largest
+        that a process needs, by a small collective: make the call on the main thread of all
+        processes. Every other layout is the same on all of them.
 
     Returns:
-      A dict of NumPy arrays, ``[B, T_padded]`` in ``layout`` but for the last:
+      The batch; for the layout ``"balanced"`` the pair ``(layout, batch)``, with ``layout``
+      ``"balanced:z"`` for the model. The batch is a dict of NumPy arrays, ``[B, T_padded]`` in the
+      layout but for the last:
 
       - ``inputs``, ``targets``: int32.
       - ``positions``: int32, the index in the sequence. It does not restart with a segment, because
@@ -111,7 +155,7 @@ def make_batch(
         negative length; the layout is unknown, or its gathered zone is too small for the documents.
       NotImplementedError: ``prefix_lengths`` with a balanced layout.
     """
-    layout = parse_layout(layout)
+    given = parse_layout(layout)
     rows, segment_ids = _check_sequences(rows, segment_ids)
     batch_size, length = rows.shape[0], rows.shape[1] - 1
     counts, segments = np.ones((batch_size, length), bool), None
@@ -134,62 +178,20 @@ def make_batch(
         "weights": np.where(counts, _target_weights(weights, rows.shape), np.float32(0)),
     }
     arrays, padded_segments = pad_to_layout(
-        arrays, layout, num_shards, segments, multiple_of=multiple_of
+        arrays, given, num_shards, segments, multiple_of=multiple_of
     )
     needed = segments is not None or padded_segments.shape[1] != length
     batch: Any = {**arrays, "segment_ids": np.asarray(padded_segments) if needed else None}
     if prefix_lengths is not None:
         batch["prefix_lengths"] = prefix_lengths
-    placed: Any = layout.place(batch, num_shards)
-    return placed
+    agree = _largest_of_processes if process_local else int
+    found, placed = given.place(batch, num_shards, agree)
+    made: Any = placed
+    return made if found == given else (found.name, made)
 
 
-def balanced_layout(
-    rows: np.ndarray,
-    *,
-    num_shards: int,
-    segment_ids: np.ndarray | None = None,
-    multiple_of: int = 1,
-    process_local: bool = False,
-) -> str:
-    """The balanced layout for a batch of packed documents: ``"balanced:z"``.
-
-    Short documents are whole on one device, long ones are split over all, so that all devices have
-    the same work. z is the number of tokens per shard that devices gather, the largest that a
-    sequence of the batch needs: one of at most six (:func:`burst_jax.layouts.zone_sizes`). Each is
-    another layout of the model, so another program to compile.
-
-    Use it on the host, for each batch::
-
-        layout = balanced_layout(rows, num_shards=4, segment_ids=segment_ids)
-        batch = make_batch(rows, layout=layout, num_shards=4, segment_ids=segment_ids)
-        params, opt_state, metrics = train_step_of[layout](params, opt_state, place_batch(...))
-
-    Args:
-      rows: integers ``[B, T + 1]``, as in :func:`make_batch`.
-      num_shards: number of shards on the ring, as in :func:`make_batch`.
-      segment_ids: integers ``[B, T + 1]``, as in :func:`make_batch`; None is one document per
-        sequence.
-      multiple_of: as in :func:`make_batch`.
-      process_local: whether every process passes only its own sequences, as in
-        :func:`place_batch`. The result is then the same on all of them, by a small collective: call
-        it on the main thread of all processes.
-
-    Returns:
-      The layout, for :func:`make_batch` and the model.
-
-    Raises:
-      ValueError: as :func:`make_batch`.
-    """
-    rows, segment_ids = _check_sequences(rows, segment_ids)
-    if segment_ids is None:
-        segment_ids = np.ones(rows.shape, np.int32)
-    layout = Balanced()
-    _, segments = pad_to_layout(
-        rows[:, :-1], layout, num_shards, segment_ids[:, :-1], multiple_of=multiple_of
-    )
-    zone = layout.fitted(np.asarray(segments), num_shards).known_zone
-    return Balanced(max(gather_json(zone)) if process_local else zone).name
+def _largest_of_processes(own: int) -> int:
+    return max(gather_json(own))
 
 
 def _check_sequences(rows: Any, segment_ids: Any) -> tuple[np.ndarray, np.ndarray | None]:

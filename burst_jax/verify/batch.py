@@ -156,7 +156,7 @@ def ordered(
             "to attention"
         )
     ids = found[1]
-    order, new_ids = layout.order_of(ids, num_shards)
+    _, order, new_ids = layout.order_of(ids, num_shards)
     renumbered = np.zeros(ids.shape, np.int32)
     for row, new, source, one in zip(order, renumbered, ids, new_ids, strict=True):
         full = row >= 0

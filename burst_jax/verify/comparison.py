@@ -94,8 +94,8 @@ def compare(
         1)`` and for ``layout`` and the ring's size, with the same tokens, and arrays that are not
         in ``layout`` are reported.
       mesh: the mesh, with devices of one process.
-      layout: the layout on the mesh, see :func:`burst_jax.to_layout`; a balanced one is the result
-        of :func:`burst_jax.training.balanced_layout` for the batch's documents.
+      layout: the layout on the mesh, see :func:`burst_jax.to_layout`; a balanced one is that
+        which :func:`burst_jax.training.make_batch` returns for the batch's documents.
       seq_axis: mesh axis, or axes, of the ring.
       batch_axis: mesh axis, or axes, that shard B. None is what the attention calls have as
         ``batch_axis``.

@@ -23,7 +23,6 @@ from burst_jax.layouts.balanced import balance_batch
 from burst_jax.layouts.permutation import positions, to_layout
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
-    balanced_layout,
     init_train_state,
     make_batch,
     make_eval_step,
@@ -259,8 +258,7 @@ def test_positions_of_another_layout_are_named(made, model):
 def test_split_documents_are_out_of_order_in_the_default_layout(lengths):
     rows, n = np.arange(65)[None], 4
     natural = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
-    layout = balanced_layout(rows, num_shards=n, segment_ids=natural)
-    batch = make_batch(rows, layout=layout, num_shards=n, segment_ids=natural)
+    _, batch = make_batch(rows, layout="balanced", num_shards=n, segment_ids=natural)
     ids: Any = batch["segment_ids"]
     places, mesh = batch["positions"], mesh_of(seq=n)
     masks: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
@@ -389,8 +387,7 @@ def test_steps_and_layers_raise_for_a_batch_of_another_layout():
     # A document that is split over the shards, for a decoder in the default layout.
     graphdef, params, state = init_train_state(config, optimizer, mesh, 0)
     ids = np.repeat([1, 2], [5, T - 4])[None]
-    layout = balanced_layout(rows, num_shards=4, segment_ids=ids)
-    batch = make_batch(rows, layout=layout, num_shards=4, segment_ids=ids)
+    _, batch = make_batch(rows, layout="balanced", num_shards=4, segment_ids=ids)
     batch = place_batch(batch, mesh, batch_axis=None)
     message = "in another order than its tokens, which are in the contiguous layout over 4 shards"
     with pytest.raises(ValueError, match=message):

@@ -149,7 +149,7 @@ def test_a_new_layout_is_one_class():
     rng = np.random.default_rng(1)
     q, k, v = rng.normal(size=(3, 1, 24, 2, 8)).astype(np.float32)
     ids = np.repeat([[1, 2, 0]], [9, 13, 2], 1).astype(np.int32)
-    placed = layout.place({"q": q, "k": k, "v": v, "segment_ids": ids}, 3)
+    _, placed = layout.place({"q": q, "k": k, "v": v, "segment_ids": ids}, 3)
     out = burst_attention(
         placed["q"], placed["k"], placed["v"], mesh=mesh, layout=layout, is_causal=True,
         query_segment_ids=placed["segment_ids"], key_value_segment_ids=placed["segment_ids"],
@@ -203,7 +203,8 @@ def test_a_balanced_layout_is_fitted_to_documents():
     assert fitted in Balanced().variants(16)
     assert fitted.fitted(ids, 4) is fitted
     assert Zigzag().fitted(ids, 4) == Zigzag() == Zigzag().variants(16)[0]
-    order, new_ids = fitted.order_of(ids, 4)
+    found, order, new_ids = Balanced().order_of(ids, 4)
+    assert found == fitted
     for row, new, one in zip(order, new_ids, placed, strict=True):
         np.testing.assert_array_equal(row, one.order)
         np.testing.assert_array_equal(new, one.segment_ids)

@@ -31,7 +31,6 @@ from burst_jax.models import abstract_decoder
 from burst_jax.training import (
     Checkpoints,
     Evaluation,
-    balanced_layout,
     init_train_state,
     make_batch,
     make_train_step,
@@ -257,8 +256,7 @@ def test_the_steps_of_a_balanced_run_are_compiled_ahead():
 
     rows = np.random.default_rng(0).integers(0, 48, (1, 513))
     ids = np.repeat([[1, 2]], [200, 313], axis=1)
-    layout = balanced_layout(rows, num_shards=2, segment_ids=ids)
-    batch = make_batch(rows, layout=layout, num_shards=2, segment_ids=ids)
+    layout, batch = make_batch(rows, layout="balanced", num_shards=2, segment_ids=ids)
     arrays = params, opt_state, place_batch(batch, mesh)
     steps = run_batches.compiled_steps(make_step, layouts, arrays)
     compiled = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import decoders
 import jax
@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 from meshes import mesh_of
 
+from burst_jax.layouts import balanced
 from burst_jax.models import DecoderConfig
 from burst_jax.training import (
-    balanced_layout,
+    batches,
     make_batch,
     next_token_loss,
     place_batch,
@@ -35,10 +36,9 @@ SEGMENTS[3] = np.repeat(np.arange(1, 11), [2, 40, 3, 3, 3, 3, 3, 1, 1, 2])
 @pytest.mark.parametrize("num_shards", [1, 3, 4])
 def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, multiple_of):
     options = {"num_shards": num_shards, "multiple_of": multiple_of}
-    layout = balanced_layout(ROWS, segment_ids=SEGMENTS, **options)
     weights = RNG.uniform(1, 2, ROWS.shape)
     given: Any = {"segment_ids": SEGMENTS, "weights": weights, **options}
-    batch: Any = make_batch(ROWS, layout=layout, **given)
+    layout, batch = cast("Any", make_batch(ROWS, layout="balanced", **given))
     natural: Any = make_batch(ROWS, layout="contiguous", **given)
     length = -(-LENGTH // np.lcm(num_shards, multiple_of)) * np.lcm(num_shards, multiple_of)
     assert {x.shape for x in batch.values()} == {(4, length)}
@@ -58,10 +58,35 @@ def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, m
             used = shard[shard != 0]
             assert (np.diff(used) >= 0).all()
             assert not shard[len(used) :].any()
+    of_zone: Any = make_batch(ROWS, layout=layout, **given)
+    for name, x in of_zone.items():
+        np.testing.assert_array_equal(x, batch[name])
     whole = make_batch(ROWS, layout=f"balanced:{length // num_shards}", **options)
     assert (
         np.sort(whole["positions"], 1).tolist() == [[0] * (length - LENGTH) + [*range(LENGTH)]] * 4
     )
+
+
+def test_documents_are_searched_once(monkeypatch):
+    """But those of a sequence for which another one, or another process, has a larger zone."""
+    searched, search = [], balanced.search
+
+    def count(lengths, n, c, allowed, costs, zone):
+        searched.append((sum(lengths), zone))
+        return search(lengths, n, c, allowed, costs, zone)
+
+    monkeypatch.setattr(balanced, "search", count)
+    options: Any = {"layout": "balanced", "num_shards": 3, "segment_ids": SEGMENTS[2:3]}
+    (layout, _), (first,) = make_batch(ROWS[2:3], **options), searched
+    assert (layout, first) == ("balanced:0", (60, None))
+    asked = []
+    monkeypatch.setattr(batches, "gather_json", lambda own: asked.append(own) or [own, 18])
+    searched.clear()
+    layout, batch = make_batch(ROWS[2:3], process_local=True, **options)
+    assert (layout, asked, searched) == ("balanced:18", [0], [(60, None), (60, 18)])
+    own: Any = make_batch(ROWS[2:3], **options | {"layout": "balanced:18"}, process_local=True)
+    assert asked == [0]
+    np.testing.assert_array_equal(own["positions"], batch["positions"])
 
 
 def loss_and_gradients(mesh, layout, **options):
@@ -96,13 +121,9 @@ def test_mistakes_raise():
         return make_batch(ROWS, num_shards=4, segment_ids=SEGMENTS, **options)
 
     with pytest.raises(
-        ValueError, match="layout is 'balanced', without the size of its gathered zone"
-    ):
-        make(layout="balanced")
-    with pytest.raises(
         ValueError,
         match=r"layout is .balanced:0., whose gathered zone is too small .* use .balanced:15., "
-        r"or better what burst_jax.training.balanced_layout returns",
+        r"or better layout='balanced', with which make_batch returns",
     ):
         make(layout="balanced:0")
     with pytest.raises(ValueError, match="layout is 'balanced:99', and a shard has 15 tokens"):
@@ -110,4 +131,4 @@ def test_mistakes_raise():
     with pytest.raises(NotImplementedError, match="prefix_lengths are given with layout 'balanced"):
         make(layout="balanced:15", prefix_lengths=np.zeros(4, np.int32))
     with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 61\), rows \(4, 61\)"):
-        balanced_layout(ROWS, num_shards=4, segment_ids=SEGMENTS[:2])
+        make_batch(ROWS, layout="balanced", num_shards=4, segment_ids=SEGMENTS[:2])
