@@ -99,10 +99,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lowered-programs",
         type=int,
-        default=40,
+        default=28,
         metavar="N",
         help="how many calls tests/compiled/test_lowered_programs.py draws, a quarter as many "
-        "layers and a sixth as many training steps (default: 40)",
+        "layers and a sixth as many training steps (default: 28)",
     )
 
 
