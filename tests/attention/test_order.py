@@ -174,9 +174,16 @@ MESHES = {
     "ulysses": (AxisType.Auto, {"seq": 2, "heads": 2}, {"ulysses_axis": "heads"}),
     "data-parallel": (AxisType.Explicit, {"data": 3, "seq": 2}, {"batch_axis": "data"}),
 }
+QUICK_MESHES = "ring", "ulysses"
 
 
-@pytest.mark.parametrize(("kind", "sizes", "axes"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "axes"),
+    [
+        pytest.param(*mesh, id=name, marks=() if name in QUICK_MESHES else pytest.mark.slow)
+        for name, mesh in MESHES.items()
+    ],
+)
 def test_traced_positions_make_the_same_sequences_nan(kind, sizes, axes):
     mesh, names = mesh_of(kind, **sizes), tuple(sizes)
     n = int(np.prod([mesh.shape[a] for a in names if a not in ("heads", "data")]))

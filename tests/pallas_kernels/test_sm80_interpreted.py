@@ -43,7 +43,7 @@ CASES[6] |= {"functions": "functions"}
 CASES[8] |= {"functions": "tile_mask"}
 CASES[7] |= {"lengths": (128, 192), "order": "contiguous", "table": (64, 64, True)}
 # The others are run with the slow tests.
-QUICK = 0, 2, 5
+QUICK = 0, 5
 
 
 def run(inputs, kernels, **options):
