@@ -144,7 +144,7 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
     """Not even NaN and infinity, where the kernels write zeros themselves."""
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
-    inputs = inputs_of({**CASES[name], "blocks": 1})
+    inputs = inputs_of({**CASES[name], "blocks": 1, "heads": (1, 1)})
     do: Any = inputs.arrays[4][0]
     q_tokens: Any = inputs.q_tokens
     kv_tokens: Any = inputs.kv_tokens[0]
@@ -164,6 +164,7 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
 
     sides = q_tokens, q_tokens, kv_tokens, kv_tokens
 
+    @jax.jit
     def run(q, do, k, v, lse, delta):
         o, new_lse = local.forward(kernels, q, (k, v), q_tokens, kv_tokens, spec=inputs.spec)
         call = (q, do), (k, v), (lse, delta), q_tokens, kv_tokens
@@ -171,7 +172,7 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
 
     def results(values, stats):
         arrays = [filled(x, at, values) for x, at in zip(clean, sides, strict=True)]
-        return jax.tree.leaves(interpret(run, *arrays, *stats))
+        return jax.tree.leaves(jax.tree.map(np.asarray, run(*arrays, *stats)))
 
     zero = [filled(x, at, [0]) for x, at in zip(clean, sides, strict=True)]
     run_reference = functools.partial(local.forward, REFERENCE, spec=inputs.spec)
@@ -179,7 +180,8 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
     delta = np.einsum("btnh,btnh->bnt", zero[1].astype(np.float32), np.asarray(o))
     stats = np.asarray(lse), delta
     assert kernels.zeroes_padding(inputs.spec, mock.Mock(has_bias=False), backward=True)
-    got, wanted = results([np.nan, np.inf, -np.inf], stats), results([0], stats)
+    with interpreted.interpreted():
+        got, wanted = results([np.nan, np.inf, -np.inf], stats), results([0], stats)
     for x, y in zip(got, wanted, strict=True):
         assert not np.isnan(y).any()
         np.testing.assert_array_equal(x, y)
@@ -223,7 +225,9 @@ def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
 def test_the_last_call_rounds_out_and_nothing_else(monkeypatch, kernels, head_dim, block_kv):
     """Also where a query tile has no key: it reads none, not even one that is not finite."""
     monkeypatch.setattr(work_tiles, "num_sms", lambda: 1)
-    case = SLOPES | {"lengths": (200, 136), "numbers": "both", "head_dim": head_dim}
+    case = SLOPES | {
+        "heads": (1, 1), "lengths": (200, 136), "numbers": "both", "head_dim": head_dim,
+    }  # fmt: skip
     inputs = inputs_of(case)
     (k, v), kv_tokens = inputs.kvs[0], inputs.kv_tokens[0]
     # Keys of the first tile come after all queries, those of the others after its first 128.

@@ -81,16 +81,13 @@ CASES = {
     "cap": a_case(
         "packed_window_cap", "striped", 1, (2, 2), (136, 72), 64, "bfloat16", "both", value_dim=96
     ),
-    "cap_dropout": a_case(
-        "cap", "contiguous", 1, (2, 1), (133, 197), 32, "bfloat16", "none", 0.3
-    ),
     "cap_functions": a_case(
         "cap", "contiguous", 1, (2, 1), (72, 136), 64, "float16", "slopes", functions="score_mod"
     ),
     "cap_latent": a_case(
-        "cap", "contiguous", 1, (2, 1), (72, 133), 192, "bfloat16", "slopes", 0.3, value_dim=128
+        "packed_window_cap", "zigzag", 1, (2, 1), (72, 134), 192, "bfloat16", "slopes", 0.3,
+        value_dim=128,
     ),
-    "cap_wide": a_case("cap", "contiguous", 1, (1, 1), (72, 133), 192, "bfloat16", "none"),
     # The second shard's keys are all in the future: its work tiles have nothing to visit.
     "slopes": a_case("causal", "contiguous", 2, (2, 1), (64, 136), 64, "bfloat16", "slopes"),
     "shipped": a_case("causal", "zigzag", 1, (1, 1), (200, 136), 64, "bfloat16", "slopes"),
@@ -119,7 +116,7 @@ CASES = {
     ),
     # Some warpgroups' queries are of one document, and have intervals of keys.
     "documents": a_case(
-        "packed_causal", "contiguous", 2, (2, 1), (264, 200), 64, "bfloat16", "none"
+        "packed_causal", "contiguous", 2, (1, 1), (264, 200), 64, "bfloat16", "none"
     ),
     # So have some warpgroups' keys in the backward, whose CTAs loop over work tiles, or not.
     "key_intervals": a_case(
@@ -131,7 +128,7 @@ CASES = {
     # Some warpgroups' tokens are of two documents. A consumer of the backward skips the first step:
     # its keys come after the step's queries.
     "two_intervals": a_case(
-        "packed_causal", "contiguous", 1, (2, 1), (328, 328), 128, "bfloat16", "none",
+        "packed_causal", "contiguous", 1, (1, 1), (328, 328), 128, "bfloat16", "none",
         documents=(100, 130, 98),
     ),
     "latent": a_case(
@@ -156,33 +153,28 @@ CASES = {
 }  # fmt: skip
 # Cases that run without a producer warpgroup only.
 WITHOUT = "slopes", "block_mask", "shared_block_mask", "shuffled", "late_own_keys", "counted"
-LARGE_TILES = "plain", "float16"
 RUNS = [
     ("functions", KERNELS),
     ("tile_mask", KERNELS),
     ("dropout", KERNELS),
-    ("late", KERNELS),
     ("documents", KERNELS),
     ("key_intervals", KERNELS),
     ("zigzag_intervals", KERNELS),
     ("two_intervals", KERNELS),
-    ("cap_dropout", KERNELS),
     ("cap_functions", KERNELS),
     ("cap_latent", LATENT),
-    ("cap_wide", WIDE),
     ("wide_slopes", WIDE),
-    ("latent", LATENT),
     ("wide", WIDE_DETERMINISTIC),
     ("split", SPLIT_GRADIENTS),
     ("split_tiles", SPLIT_GRADIENTS),
     ("split_tiles", SPLIT_DETERMINISTIC),
     ("latent", LATENT_SHARED),
     ("wide", WIDE_SHARED),
-    *((name, LARGE) for name in LARGE_TILES),
+    ("float16", LARGE),
     *((name, SHARED) for name in WITHOUT),
     # Where heads share keys, a step waits for the next queries before it starts copies.
     ("late", SHARED),
-    *((name, SHARED_LARGE) for name in LARGE_TILES),
+    ("plain", SHARED_LARGE),
     ("kv_bounds", LARGE_DETERMINISTIC),
     ("cap", SHARED_DETERMINISTIC),
     # The shipped tiles of that case are for three consumer warpgroups.
