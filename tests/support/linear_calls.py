@@ -41,12 +41,9 @@ def _call(q, k, v, log_decay, beta, start, ids, **options):
     )  # fmt: skip
 
 
-def results(call, case, n, layout, dtype=jnp.float32):
-    """Results and gradients of a case, whose padding may hold anything."""
-    tokens = {name: jnp.asarray(getattr(case, name), dtype) for name in ("q", "k", "v", "do")}
-    gates = [jnp.asarray(x) for x in (case.log_decay, case.beta)]
-    ids = None if case.ids is None else jnp.asarray(case.ids)
-    start, dlast = jnp.asarray(case.start), jnp.asarray(case.dlast)
+@functools.cache
+def _program(call, n, layout):
+    """Results and gradients by name, of arguments in natural order; one for each ``call``."""
 
     @quick_jit
     def run(q, k, v, log_decay, beta, start, ids, do, dlast):
@@ -58,8 +55,16 @@ def results(call, case, n, layout, dtype=jnp.float32):
         o, *gradients = burst_jax.from_layout((o, *gradients), layout, n)
         return dict(zip(NAMES, (o, last, *gradients, first), strict=True))
 
-    q, k, v, do = tokens.values()
-    return jax.device_get(run(q, k, v, *gates, start, ids, do, dlast))
+    return run
+
+
+def results(call, case, n, layout, dtype=jnp.float32):
+    """Results and gradients of a case, whose padding may hold anything."""
+    q, k, v, do = (jnp.asarray(getattr(case, name), dtype) for name in ("q", "k", "v", "do"))
+    gates = [jnp.asarray(x) for x in (case.log_decay, case.beta)]
+    ids = None if case.ids is None else jnp.asarray(case.ids)
+    start, dlast = jnp.asarray(case.start), jnp.asarray(case.dlast)
+    return jax.device_get(_program(call, n, layout)(q, k, v, *gates, start, ids, do, dlast))
 
 
 def with_nan(case):
