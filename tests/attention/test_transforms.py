@@ -76,6 +76,21 @@ def small_truth():
     return pulled_back(dense_out, *SMALL)
 
 
+@functools.cache
+def expected(row):
+    """What a row of SAME gives of dense attention, for all ways at once."""
+    # The same numbers, whatever computes them.
+    if row == "jax.checkpoint, policies":
+        return [expected("jax.lax.scan")] * 2
+    if row in ("eager", "jax.jit", "lower and compile"):
+        return small_truth()[0]
+    if row == "jax.grad":
+        return small_truth()[1:]
+    if row in ("jax.vjp", "jax_numpy_rank_promotion=raise"):
+        return small_truth()
+    return SAME[row](dense_out)
+
+
 def same(got, want):
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert compare.errors(g, w)[1] < 5e-6
@@ -349,7 +364,7 @@ ROWS = {
     "jax_debug_infs": row_debug_infs,
     "jax_enable_x64": row_x64,
 }
-QUICK = ("eager", "jax.jit", "jax.vmap, in_axes", "jax.eval_shape", "jax_debug_infs")
+QUICK = ("eager", "jax.jit", "jax.vmap, in_axes", "jax.eval_shape")
 EVERY = [*SAME, *ROWS]
 # Of burst_attention alone: the others have no jit of their own, and the same derivatives.
 OF_ONE = (
@@ -378,7 +393,7 @@ def test_the_table_of_transforms(way, row):
     if row in ROWS:
         ROWS[row](WAYS[way])
     else:
-        same(SAME[row](WAYS[way](RING)), SAME[row](dense_out))
+        same(SAME[row](WAYS[way](RING)), expected(row))
 
 
 def test_the_page_has_these_rows():
