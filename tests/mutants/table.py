@@ -667,6 +667,15 @@ MUTANTS = [
     ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
     ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
      "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
+    # --- what grouped products and decoding leave out
+    ("pallas_kernels/group_tiles.py", "begin = jnp.maximum(first, starts[group])", "begin = first",
+     "tests/pallas_kernels/test_grouped.py -k one_tile"),
+    ("pallas_kernels/mosaic/sm80/grouped.py", "left, part.first, part.rows)",
+     "left, part.first, part.rows if static.shape[0] % config.block_m else None)",
+     "tests/pallas_kernels/test_grouped.py -k alone"),
+    ("pallas_kernels/mosaic/sm80/decode.py", "allowed = k_positions <= of_rows\n",
+     "allowed = k_positions <= of_rows if static.capacity % config.block_kv else k_positions < _NEVER\n",
+     "tests/serving/test_decode_kernel.py -k alone"),
     # --- benchmarks and examples
     ("benchmarks/kernels.py", "size * reach - reach * (reach - 1) / 2", "size * reach - reach * (reach + 1) / 2",
      "tests/benchmarks/test_kernels_benchmark.py"),
