@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.results import save_json
@@ -103,12 +104,11 @@ class Case:
             tokens = Tokens(begins & valid, valid)
         inputs = Inputs(unit(keys[0]), unit(keys[1]), values(keys[2]), log_decay, beta)
         if tokens is not None:
-            padding = ~tokens.valid[..., None]
-            inputs = Inputs(
-                *(jnp.where(padding if x.ndim == 3 else padding[..., None], 0, x).astype(x.dtype)
-                  for x in inputs[:5]),
-                tokens,
-            )  # fmt: skip
+            zeroed: Any = [
+                jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros_like(x))
+                for x in inputs[:5]
+            ]
+            inputs = Inputs(*zeroed, tokens=tokens)
         return inputs, state(keys[8]), values(keys[9]), state(keys[10])
 
 
