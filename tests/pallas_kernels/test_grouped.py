@@ -151,7 +151,7 @@ def test_the_tiles_alone_decide_which_rows_are_of_a_group(monkeypatch, family):
         (product, [weights], "GroupTiles"), (kernels.weight_gradient, [], "GroupBounds")
     ):  # fmt: skip
         whole, part = (traced(run, rows, *others) for rows in (256, 200))
-        assert primitives(whole, inside="mpmd_map") == primitives(part, inside="mpmd_map")
+        assert primitives(whole, inside="run_scoped") == primitives(part, inside="run_scoped")
         assert reads_sizes(whole)
         of = getattr(kernels, table).of
         fixed = mock.Mock(of=lambda _, *shape, of=of: of(jnp.asarray([40, 24], jnp.int32), *shape))

