@@ -153,8 +153,7 @@ def _with_attention(strategy: Strategy, case: Case, arguments: dict[str, Any]) -
     if ids is None:
         attend = functools.partial(burst_jax.burst_attention, layout=strategy.layout, **arguments)
         return dataclasses.replace(strategy, attend=attend)
-    layout = parse_layout(strategy.layout).fitted(ids[:1], strategy.shards)
-    order, placed = layout.order_of(ids[:1], strategy.shards)
+    layout, order, placed = parse_layout(strategy.layout).order_of(ids[:1], strategy.shards)
     by_batch = case.batch * strategy.copies, 1
     packing = tuple(np.tile(x, by_batch).astype(np.int32) for x in (placed, np.maximum(order, 0)))
 
