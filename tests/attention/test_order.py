@@ -143,7 +143,10 @@ def test_in_the_contiguous_layout_positions_may_go_back(traced):
     repeated = np.where(zigzag == 5, 6, np.where(zigzag == 42, 41, zigzag))
     infilled = np.concatenate([text[:10], text[30:], text[10:30]])
     chunks = np.concatenate([text[24:], 100 + text[:24]])
+    # Two shards exchanged, and two tokens inside of one.
+    shuffled = np.concatenate([[12, 14, 13], text[15:24], text[:12], text[24:]])
     without = [repeated, infilled, chunks, text % 12, text % 24, 2 * text % 47, np.roll(text, 20)]
+    without.append(shuffled)
     ids = np.where(text // 12 % 2, 1, 2)  # Used again by later documents.
     both = [text % 12, text % 24, repeated]
     cases = (without, None), (both, np.stack([ids] * 3)), ([infilled[::-1]], 0 * ids[None])
