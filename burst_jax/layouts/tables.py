@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -84,6 +84,7 @@ class DocumentTables:
     Attributes:
       layout: the name of the layout, static.
       num_shards: n, static.
+      masks: the names (:func:`mask_name`) of the masks that there are tables of, static.
       checksums: see :class:`MaskTables`, like all that follow.
       is_split: bool ``[B, T]``, or None.
       gather_order: int32 ``[B, 2, n z]``, or None.
@@ -160,7 +161,7 @@ def document_tables(
     num_shards: int,
     *,
     is_causal: bool = True,
-    local_window_sizes: Iterable[Any] = (None,),
+    local_window_sizes: Sequence[Any] = (None,),
 ) -> DocumentTables:
     """The tables of a balanced batch, in NumPy.
 
@@ -196,6 +197,11 @@ def document_tables(
     ids = as_int32("segment_ids", segment_ids)
     positions = as_int32("positions", positions)
     parsed.check_length(ids.shape[1], n, "the length of segment_ids")
+    if not isinstance(local_window_sizes, (list, tuple)):
+        raise ValueError(
+            f"local_window_sizes is {shown(local_window_sizes)}: it must be a list or a tuple of "
+            "windows, those of all layers"
+        )
     masks = [_sides(window, is_causal) for window in local_window_sizes]
     kernels = dict.fromkeys(mask for mask in masks if needs_own_ranges(*mask))
     slices = zone_slices(zone, n, ids.shape[1] // n) if n > 1 else []
@@ -225,10 +231,11 @@ def _sides(window: Any, is_causal: bool) -> Sides:
     """``(left, right)`` of a mask."""
     left, right = window if isinstance(window, tuple) and len(window) == 2 else (window, window)
     for side in (left, right):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))):
+        is_int = isinstance(side, (int, np.integer)) and not isinstance(side, bool)
+        if side is not None and not (is_int and 0 <= side < 2**31):
             raise ValueError(
-                f"local_window_sizes holds {shown(window)}: each must be None, an integer, or a "
-                "pair (left, right) of them, as the attention's local_window_size"
+                f"local_window_sizes holds {shown(window)}: each must be None, an int from 0 to "
+                "2**31 - 1, or a pair (left, right) of them, as the attention's local_window_size"
             )
     return None if left is None else int(left), 0 if is_causal else right
 
@@ -250,13 +257,13 @@ class _Row(NamedTuple):
         """The keys of other positions in the tokens' documents, clipped to int32."""
         return _keys(self.ids, np.clip(positions, _INT32.min, _INT32.max))
 
-    def limits(self, mask: Sides) -> tuple[np.ndarray, np.ndarray]:
-        """The keys at the first position that each query attends to, and at the exclusive end."""
+    def limits(self, mask: Sides) -> np.ndarray:
+        """``[2, T]``: the keys at the first position that each query attends to, and at the end."""
         left, right = mask
         positions = self.positions.astype(np.int64)
         first = np.full_like(positions, _INT32.min) if left is None else positions - left
         end = np.full_like(positions, _INT32.max) if right is None else positions + right + 1
-        return self.key_at(first), self.key_at(end)
+        return np.stack([self.key_at(first), self.key_at(end)])
 
 
 def _rows(ids: np.ndarray, positions: np.ndarray) -> Iterable[_Row]:
@@ -278,6 +285,7 @@ def _tables_of_row(
     several = _is_on_several_shards(row.ids, n)
     outside = (several.reshape(n, -1) & ~in_zone).any()
     is_split = several & bool(slices)
+    limits = {mask: row.limits(mask)[:, is_split] for mask in masks if slices}
     order, places, ranges = [], [], {mask_name(*mask): [] for mask in masks if slices}
     for part in slices:
         keys = by_shard[:, in_zone][:, part].reshape(-1)
@@ -287,20 +295,25 @@ def _tables_of_row(
         order.append(ranked)
         places.append(place)
         for mask in masks:
-            found = np.searchsorted(keys[ranked], np.stack(row.limits(mask)))
-            ranges[mask_name(*mask)].append(np.where(is_split, found, 0))
+            found = np.zeros((2, len(row.ids)), np.int32)
+            found[:, is_split] = np.searchsorted(keys[ranked], limits[mask])
+            ranges[mask_name(*mask)].append(found)
     return {
         "contradicts": bool(outside or (np.diff(by_shard, axis=1) < 0).any()),
         "is_split": is_split,
-        "gather_order": np.int32([np.concatenate(x) for x in (order, places)]) if slices else None,
-        "kv_ranges": {name: np.int32(x) for name, x in ranges.items()},
+        "gather_order": _int32(map(np.concatenate, (order, places))) if slices else None,
+        "kv_ranges": {name: _int32(found) for name, found in ranges.items()},
         "own_ranges": {mask_name(*mask): _own_ranges(row, by_shard, mask) for mask in own},
     }
 
 
+def _int32(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return np.stack(list(arrays)).astype(np.int32)
+
+
 def _own_ranges(row: _Row, by_shard: np.ndarray, mask: Sides) -> np.ndarray:
     """:attr:`MaskTables.own_ranges` of one sequence, int32 ``[2, T]``."""
-    limits = np.stack(row.limits(mask)).reshape(2, *by_shard.shape).swapaxes(0, 1)
+    limits = row.limits(mask).reshape(2, *by_shard.shape).swapaxes(0, 1)
     found = [np.searchsorted(*each) for each in zip(by_shard, limits, strict=True)]
     return np.where(row.ids == 0, 0, np.concatenate(found, 1)).astype(np.int32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ HEADS, KV, DIM, SHARD = 2, 1, 8, 24
 
 
 @functools.cache
-def batch_of(n, zone, seed):
+def batch_of(n, zone, seed) -> Any:
     """Two sequences of drawn documents: a long one, short ones, and padding inside and between."""
     rng, total = np.random.default_rng(seed), SHARD * n
     ids = np.zeros((2, total + 1), np.int64)
@@ -58,14 +58,20 @@ def run(batch, tables, sizes, **options):
 @pytest.mark.parametrize(
     ("sizes", "zone", "options"),
     [
-        ({"seq": 2}, 18, {}),
+        pytest.param({"seq": 2}, 18, {}, marks=pytest.mark.slow),
         ({"seq": 3}, 20, {"local_window_size": 7}),
         ({"seq": 4}, 24, {}),
-        ({"seq": 4}, 20, {"local_window_size": (3, 4), "is_causal": False}),
-        ({"seq": 2, "heads": 2}, 18, {"local_window_size": 7, "ulysses_axis": "heads"}),
+        pytest.param(
+            {"seq": 4}, 20, {"local_window_size": (3, 4), "is_causal": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"seq": 2, "heads": 2}, 18, {"local_window_size": 7, "ulysses_axis": "heads"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["n2", "n3-window", "n4", "n4-both-sides", "n2-ulysses"],
-)
+)  # fmt: skip
 def test_no_bit_differs_from_a_search_on_the_devices(sizes, zone, options):
     options, layout, n = {"is_causal": True, **options}, f"balanced:{zone}", sizes["seq"]
     for seed in range(2):
@@ -101,9 +107,11 @@ def test_tables_of_other_documents_give_nan():
 
 def test_checksums_tell_orders_apart():
     """One token moved, an id or a position changed, two exchanged."""
-    ids, places = np.repeat(np.int32([1, 2, 0]), 8), np.arange(24, dtype=np.int32)
+    ids, places = np.repeat(np.array([1, 2, 0], np.int32), 8), np.arange(24, dtype=np.int32)
     seen = {int(checksums(ids, places, np))}
     assert seen == {int(checksums(jnp.asarray(ids), jnp.asarray(places), jnp))}
+    exchanged = np.r_[1, 0, 2:24]
+    assert int(checksums(ids[exchanged], places[exchanged], np)) not in seen
     rng = np.random.default_rng(0)
     for count in range(2, 200):
         i, j = rng.choice(24, 2, replace=False)
@@ -138,10 +146,10 @@ def test_mistakes_raise():
     layer = functools.partial(burst_jax.BurstAttention, 16, 2, rngs=nnx.Rngs(0), rope_theta=None)
     fixed = layer(mesh=mesh_of(seq=3), layout="zigzag")
     with pytest.raises(ValueError, match="over 3 shards, and the call has layout 'zigzag' over 3"):
-        fixed(jnp.ones((2, 72, 16)), segment_ids=ids, document_tables=tables)
+        fixed(jnp.ones((2, 72, 16)), None, jnp.asarray(ids), document_tables=tables)
     with pytest.raises(ValueError, match="not accept document_tables: pass it to the call, next"):
         layer(mesh=mesh_of(seq=3), document_tables=tables)
-    for given, message in (
+    bad: Any = (
         (("zigzag", ids, places), "layout is 'zigzag': only a balanced layout has document tables"),
         (("balanced", ids, places), "layout is 'balanced', without the size of its gathered zone"),
         (("balanced:20", ids[0], places[0]), r"segment_ids has shape \(72,\), positions \(72,\)"),
@@ -151,8 +159,13 @@ def test_mistakes_raise():
             ("balanced:1", ids, places),
             "row 0 are in another order than that of layout 'balanced:1'",
         ),
-    ):
+    )
+    for given, message in bad:
         with pytest.raises(ValueError, match=message):
-            document_tables(*given, 3)
-    with pytest.raises(ValueError, match=r"local_window_sizes holds 2.5: each must be None, an in"):
-        document_tables("balanced:20", ids, places, 3, local_window_sizes=[2.5])
+            document_tables(*given, num_shards=3)
+    for windows, message in (
+        ([2.5], "holds 2.5: each must be None, an int"),
+        (7, "is 7: it must b"),
+    ):
+        with pytest.raises(ValueError, match=f"local_window_sizes {message}"):
+            document_tables("balanced:20", ids, places, 3, local_window_sizes=cast("Any", windows))

@@ -135,6 +135,7 @@ def test_a_decoder_computes_what_one_device_does():
         assert np.linalg.norm(own - of_one) < 1e-5 * np.linalg.norm(of_one)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_accumulates_passes_tables_on():
     """To every layer of each stage, with each slice of the batch."""
     mesh, optimizer = mesh_of(AxisType.Explicit, stage=2, seq=2), optax.sgd(0.0)
