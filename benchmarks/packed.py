@@ -2,7 +2,8 @@
 
 Documents of a mix fill a sequence over n devices. The kernels and the tables of each device's ring
 steps run as one program, with the device's own documents; nothing is sent, so communication is not
-counted, nor is waiting within a ring. The share of ideal is the time of the whole sequence on one
+counted, nor is waiting within a ring. A balanced layout is timed with the tables of its batch and
+with the search for them on the device. The share of ideal is the time of the whole sequence on one
 device, divided by n and by the time of the slowest device.
 """
 
@@ -27,11 +28,13 @@ from benchmarks.results import save_json
 from burst_jax.attention.arguments import RingArguments
 from burst_jax.attention.call import make_request
 from burst_jax.command_line import integer
+from burst_jax.layouts import document_tables
 from burst_jax.layouts.parse import parse_layout
+from burst_jax.layouts.tables import MaskTables, mask_name
 from burst_jax.ring.request import Request
 from burst_jax.ring.route import Offset, Route
 from burst_jax.ring.vjp import outputs_and_residuals, ring_backward, ring_forward, ring_inputs
-from pallas_kernels import AttentionInputs, KVSide, QuerySide
+from pallas_kernels import AttentionInputs, KVSide, QuerySide, SharedInputs
 from pallas_kernels.device import target_of
 from pallas_kernels.timing import median_time
 
@@ -167,9 +170,11 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
         q, k, v, _ = arrays
         ids, order = device["orders"][device["shard"]]
         query = QuerySide(q, parse_layout(layout).given_positions(order), ids)
-        inputs = AttentionInputs(query, KVSide(k, v, query.positions, ids))
-        received = itertools.cycle(device["received"])
-        request = case.request(layout, **device | {"received": received})
+        shared = SharedInputs(caller=device["tables"])
+        inputs = AttentionInputs(query, KVSide(k, v, query.positions, ids), shared)
+        fields = device | {"received": itertools.cycle(device["received"])}
+        del fields["tables"]
+        request = case.request(layout, **fields)
         of_ring = ring_inputs(request, inputs)
         return request, inputs, of_ring, ring_forward(request, target, of_ring)
 
@@ -186,17 +191,33 @@ def programs(case: PackedCase, layout: str) -> tuple[Any, Any]:
     return jax.jit(forward), jax.jit(both)
 
 
-def device_fields(case: PackedCase, layout: str, orders: np.ndarray) -> dict[str, Any]:
-    """The fields of :class:`_OneDevice` on the first device, with :func:`order_of`'s ``orders``."""
+def device_fields(
+    case: PackedCase, layout: str, orders: np.ndarray, device: int, *, has_tables: bool
+) -> dict[str, Any]:
+    """The fields of :class:`_OneDevice` on a device, with :func:`order_of`'s ``orders``.
+
+    "tables" are the batch's tables of this device, None without.
+    """
     zone = parse_layout(layout).known_zone
     # Random: products of equal numbers take less power, so the GPU would run them faster.
     received = case.devices, 1, zone, case.kv_heads, case.head_dim
     keys = jax.random.split(jax.random.key(1))
+    tables = _tables(layout, orders, device) if has_tables else None
     return {
-        "shard": jnp.int32(0), "orders": jnp.asarray(orders),
+        "shard": jnp.int32(device), "tables": tables,
+        "orders": jnp.asarray(orders),
         "ranks": jnp.asarray(_ranks(orders, zone)),
         "received": tuple(jax.random.normal(key, received, jnp.bfloat16) for key in keys),
     }  # fmt: skip
+
+
+def _tables(layout: str, orders: np.ndarray, device: int) -> MaskTables:
+    """The tables of a causal mask on one device."""
+    n, _, batch, length = orders.shape
+    ids, positions = np.moveaxis(orders, 0, 2).reshape(2, batch, n * length)
+    tables = document_tables(layout, ids, positions, n).of_mask(mask_name(None, 0))
+    own = slice(device * length, (device + 1) * length)
+    return jax.tree.map(jnp.asarray, tables.with_tokens(lambda x: x[..., own]))
 
 
 def whole(case: PackedCase) -> tuple[Any, Any]:
@@ -237,10 +258,18 @@ def measure(
     ]
     shapes = jax.eval_shape(lambda: case.arrays(case.tokens))
     any_order = np.zeros((case.devices, 2, 1, case.tokens), np.int32)
-    names = {order_of(case, layout, lengths)[0] for *_, lengths in draws for layout in layouts}
+    # Each layout, without and with tables.
+    ways = [
+        (layout, has_tables)
+        for layout in layouts
+        for has_tables in ((False,) if parse_layout(layout).is_fixed else (False, True))
+    ]
+    names = {(order_of(case, way[0], lengths)[0], way[1]) for *_, lengths in draws for way in ways}
 
-    def compiled(name: str) -> list[Any]:
-        device = jax.eval_shape(lambda: device_fields(case, name, any_order))
+    def compiled(way: tuple[str, bool]) -> list[Any]:
+        name, has_tables = way
+        device = device_fields(case, name, any_order, 0, has_tables=has_tables)
+        device = jax.eval_shape(lambda: device)
         lowered = [f.lower(shapes, device) for f in programs(case, name)]
         return [each.compile(compiler_options=_OPTIONS) for each in lowered]
 
@@ -251,18 +280,19 @@ def measure(
     for mix, seed, lengths in draws:
         ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
         calls = [functools.partial(f, *long, ids) for f in of_whole]
-        placed = [order_of(case, layout, lengths) for layout in layouts]
-        for name, orders in placed:
-            device = device_fields(case, name, orders)
-            given = [device | {"shard": jnp.int32(i)} for i in range(case.devices)]
-            calls += [functools.partial(f, arrays, each) for each in given for f in made[name]]
+        placed = [(*order_of(case, layout, lengths), has) for layout, has in ways]
+        for name, orders, has in placed:
+            devices = range(case.devices)
+            given = [device_fields(case, name, orders, i, has_tables=has) for i in devices]
+            run = made[name, has]
+            calls += [functools.partial(f, arrays, each) for each in given for f in run]
         times = _times(calls).reshape(-1, len(of_whole))
-        ideal, times = times[0] / case.devices, times[1:].reshape(len(layouts), case.devices, -1)
-        for (name, _), each in zip(placed, times, strict=True):
+        ideal, times = times[0] / case.devices, times[1:].reshape(len(ways), case.devices, -1)
+        for (name, _, has), each in zip(placed, times, strict=True):
             slowest = each.max(0)
             yield {
                 "mix": mix, "seed": seed, "documents": len(lengths), "longest": max(lengths),
-                "layout": name, "ideal": ideal.tolist(), "slowest": slowest.tolist(),
+                "layout": name, "tables": has, "ideal": ideal.tolist(), "slowest": slowest.tolist(),
                 "mean": each.mean(0).tolist(), "share": (ideal / slowest).tolist(),
             }  # fmt: skip
 
@@ -297,7 +327,8 @@ def run(args: argparse.Namespace) -> None:
         ideal, slowest, share = (record[name] for name in ("ideal", "slowest", "share"))
         print(
             f"{record['mix']:12} {record['seed']} {record['documents']:4} documents "
-            f"{record['layout']:16} ideal {ideal[0]:6.2f} {ideal[1]:7.2f}   "
+            f"{record['layout']:16} {'tables' if record['tables'] else '':6} "
+            f"ideal {ideal[0]:6.2f} {ideal[1]:7.2f}   "
             f"{slowest[0]:6.2f} {slowest[1]:7.2f} ({share[0]:.0%} {share[1]:.0%})",
             flush=True,
         )

@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from run_mesh import BATCH_AXES, ring_size, token_axes
 from run_options import RunConfig
 from work_log import WorkLog
 
 from burst_jax.data import Corpus, Loader, Rows
+from burst_jax.layouts import document_tables
 from burst_jax.layouts.parse import parse_layout
+from burst_jax.models import DecoderConfig
 from burst_jax.training import (
     Batch,
     TrainStep,
@@ -55,13 +58,23 @@ def make_loader(args: argparse.Namespace, run: RunConfig, corpus: Corpus) -> Loa
 
 
 def place(
-    args: argparse.Namespace, rows: Rows, mesh: Mesh, work_log: WorkLog | None = None
+    args: argparse.Namespace,
+    config: DecoderConfig,
+    rows: Rows,
+    mesh: Mesh,
+    work_log: WorkLog | None = None,
 ) -> Placed:
     """Makes a batch of this process' sequences and shards it over the mesh."""
     n, (layout, *others) = ring_size(mesh), layouts(args, mesh)
     if others:
         # All devices run one program, so all processes need one layout.
-        layout, batch = make_batch(**rows, layout="balanced", num_shards=n, process_local=True)
+        layout, batch = make_batch(
+            **rows,
+            layout="balanced",
+            num_shards=n,
+            local_window_sizes=config.local_window_sizes,
+            process_local=True,
+        )
     else:
         batch = make_batch(**rows, layout=layout, num_shards=n)
     axes: Any = {"batch_axis": BATCH_AXES, "seq_axis": token_axes(mesh)}
@@ -89,7 +102,10 @@ def layouts(args: argparse.Namespace, mesh: Mesh) -> tuple[str, ...]:
 
 
 def compiled_steps(
-    make_step: Callable[[str], TrainStep], layouts: Sequence[str], arrays: Any
+    make_step: Callable[[str], TrainStep],
+    layouts: Sequence[str],
+    arrays: Any,
+    config: DecoderConfig,
 ) -> dict[str, TrainStep]:
     """The training step of each layout, compiled ahead, in threads, if there are several.
 
@@ -99,17 +115,39 @@ def compiled_steps(
     Args:
       make_step: makes the step of a layout.
       layouts: the layouts.
-      arrays: arguments of a step, or arrays of their types.
+      arrays: arguments of a step, in any of the layouts.
+      config: the model's.
     """
     steps = {layout: make_step(layout) for layout in layouts}
     types = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
 
-    def compile_ahead(step: TrainStep) -> None:
-        step.trace(*types).lower().compile()
+    def compile_ahead(layout: str) -> None:
+        *state, batch = types
+        given = *state, _with_tables(batch, layout, config)
+        steps[layout].trace(*given).lower().compile()
 
     if len(steps) > 1:
         with ThreadPoolExecutor(len(steps)) as pool:
-            list(pool.map(compile_ahead, steps.values()))
+            list(pool.map(compile_ahead, steps))
     return steps
+
+
+def _with_tables(batch: Any, layout: str, config: DecoderConfig) -> Any:
+    """The types of a batch in another balanced layout, whose tables have other sizes."""
+    inputs, padding = batch["inputs"], np.zeros(batch["inputs"].shape, np.int32)
+    tables = document_tables(
+        layout,
+        padding,
+        padding,
+        batch["document_tables"].num_shards,
+        local_window_sizes=config.local_window_sizes,
+    )
+
+    def of_table(x: np.ndarray, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(inputs.sharding.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    specs = tables.specs(*inputs.sharding.spec)
+    return batch | {"document_tables": jax.tree.map(of_table, tables, specs)}

@@ -34,7 +34,9 @@ def held_out(args: argparse.Namespace, run: RunConfig, params: nnx.State, mesh: 
         return eval_step_of(placed.layout)(params, placed.batch)
 
     with make_loader(args, run, run.held_out) as loader:
-        batches: Any = (place(args, next(loader), mesh) for _ in range(args.eval_batches))
+        batches: Any = (
+            place(args, run.config, next(loader), mesh) for _ in range(args.eval_batches)
+        )
         return evaluate(eval_step, params, batches)
 
 

@@ -249,14 +249,14 @@ def train(
         def batches() -> Iterator[tuple[Placed, Any]]:
             """Each batch with the loader's state after it."""
             for rows in loader:
-                yield place(args, rows, run.mesh, work_log), loader.get_state()
+                yield place(args, run.config, rows, run.mesh, work_log), loader.get_state()
 
         saved, ahead = start, batches()
         following = next(ahead) if start < args.steps else None
         steps = {}
         if following is not None:
             arrays = params, opt_state, following[0].batch
-            steps = compiled_steps(train_step_of, layouts(args, run.mesh), arrays)
+            steps = compiled_steps(train_step_of, layouts(args, run.mesh), arrays, run.config)
         for step in range(start + 1, args.steps + 1):
             if interrupt.requested or following is None:
                 break

@@ -126,6 +126,7 @@ class SharedInputs(NamedTuple):
       dropout_seeds: int32 ``[B, N]`` (:mod:`pallas_kernels.dropout`); None without dropout.
       block_mask: the block-sparse mask (:mod:`pallas_kernels.block_mask`); None without.
       indices: global batch and head indices; None unless ``score_mod`` or ``mask_mod`` is given.
+      caller: a pytree of arrays for whoever calls local attention, which does not read it.
     """
 
     sink_logits: jax.Array | None = None
@@ -133,6 +134,7 @@ class SharedInputs(NamedTuple):
     dropout_seeds: jax.Array | None = None
     block_mask: BlockMask | None = None
     indices: GlobalIndices | None = None
+    caller: Any = None
 
     @property
     def per_head(self) -> PerHead:

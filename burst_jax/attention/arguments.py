@@ -26,6 +26,7 @@ from burst_jax.errors import did_you_mean
 from burst_jax.layouts.fixed import Contiguous
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import RotationChoice
 from pallas_kernels import Implementation
@@ -181,12 +182,17 @@ class RingArguments(LocalArguments):
         "striped:k" with stripes of k tokens, see :func:`burst_jax.to_layout`, or "balanced:z", the
         layout of a batch of :func:`burst_jax.layouts.balance`, with its positions and segment ids.
         zigzag and striped balance the work of a causal mask, balanced that of packed documents.
+      document_tables: of a balanced layout, the tables that :func:`burst_jax.training.make_batch`
+        returns with the batch, or :func:`burst_jax.layouts.document_tables`. None searches on the
+        devices, in every call, for what they hold. A sequence with tables of other documents
+        becomes NaN.
       backward: what rotates in the backward pass: "rotate_kv" (K, V, dK, dV), "rotate_query" (Q,
         dO, lse, delta, dQ), or "auto" for fewer bytes. Default "auto".
     """
 
     ulysses_axis: str | None = None
     layout: LayoutLike = "contiguous"
+    document_tables: DocumentTables | None = None
     backward: RotationChoice = "auto"
 
     @property
@@ -338,6 +344,7 @@ class RingOptions(LocalOptions, total=False):
 
     ulysses_axis: str | None
     layout: LayoutLike
+    document_tables: DocumentTables | None
     backward: RotationChoice
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from burst_jax.attention.arguments import LocalArguments, RingArguments
 from burst_jax.attention.block_mask import with_block_mask
+from burst_jax.attention.document_tables import table_arrays
 from burst_jax.attention.score_mod import check_functions
 from burst_jax.attention.validation import (
     POSITIONS,
@@ -101,6 +102,8 @@ def parse_call(
     dropout_key = check_dropout_key(arguments.dropout_rate, arguments.dropout_key)
     per_sequence = positions_per_sequence(arguments, arrays) is not None
     arrays |= _window_arrays(arguments, per_sequence=per_sequence)
+    if isinstance(arguments, RingArguments):
+        arrays |= table_arrays(request, arguments.document_tables, query.shape[:2])
     devices = request.token_devices if local else 1
     request = with_block_mask(request, query, key, arguments.block_mask, devices)
     if arguments.block_mask is not None:

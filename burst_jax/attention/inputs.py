@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from burst_jax.attention.document_tables import tables_of
 from burst_jax.attention.validation import PER_HEAD, WINDOW_SIDES
 from burst_jax.layouts.layout import AttentionPass
 from burst_jax.ring.request import Request
@@ -87,6 +88,7 @@ def _shared_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> SharedI
         dropout_seeds=arrays.get("dropout_seeds"),
         block_mask=_block_mask(request, arrays.get("block_mask")),
         indices=indices,
+        caller=tables_of(arrays),
     ).with_per_head({name: arrays[name] for name in PER_HEAD if name in arrays})
 
 

@@ -15,6 +15,7 @@ from flax.core import meta
 from burst_jax.attention.arguments import AttentionArguments, MaskArrays
 from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.nnx_layer import REJECTED, BurstAttention
+from burst_jax.layouts.tables import DocumentTables
 
 # Fields that linen adds to every module.
 LINEN_FIELDS = ("parent", "name")
@@ -84,6 +85,7 @@ class LinenBurstAttention(linen.Module):
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
         *,
+        document_tables: DocumentTables | None = None,
         deterministic: bool = False,
         **masks: Unpack[MaskArrays],
     ) -> jax.Array:
@@ -93,6 +95,7 @@ class LinenBurstAttention(linen.Module):
           x: ``[B, T, D]``, tokens in the order of ``layout``.
           positions: as in the call of :class:`burst_jax.BurstAttention`, like all that follow.
           segment_ids: integers ``[B, T]``.
+          document_tables: those of :func:`burst_attention`, in a balanced layout.
           deterministic: whether dropout is disabled; enabled, it uses the stream "dropout".
           **masks: masks given as arrays.
 
@@ -121,7 +124,8 @@ class LinenBurstAttention(linen.Module):
         if self.dropout_rate and not deterministic:
             rngs = nnx.Rngs(dropout=self.make_rng("dropout"))
         layer = nnx.merge(graphdef, state)
-        return layer(x, positions, segment_ids, deterministic=deterministic, rngs=rngs, **masks)
+        given: Any = {"document_tables": document_tables, "deterministic": deterministic, **masks}
+        return layer(x, positions, segment_ids, rngs=rngs, **given)
 
     def _layer(self, in_features: int, rngs: nnx.Rngs) -> BurstAttention:
         """The nnx layer with this module's arguments."""

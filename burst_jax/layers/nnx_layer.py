@@ -24,6 +24,7 @@ from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
 from burst_jax.layouts.parse import layout_option
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -43,7 +44,7 @@ AttentionFn = Callable[..., tuple[jax.Array, Any]]
 REJECTED = {
     "query_segment_ids": "pass segment_ids to the call",
     "key_value_segment_ids": "pass segment_ids to the call",
-    **dict.fromkeys(MASK_ARRAYS, "pass it to the call, next to segment_ids"),
+    **dict.fromkeys((*MASK_ARRAYS, "document_tables"), "pass it to the call, next to segment_ids"),
     **dict.fromkeys(
         ("query_offset", "query_positions", "key_value_positions"),
         "queries and keys are the same tokens; call burst_attention on projections of your own",
@@ -190,6 +191,7 @@ class BurstAttention(nnx.Module):
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
         *,
+        document_tables: DocumentTables | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | None = None,
         **masks: Unpack[MaskArrays],
@@ -203,6 +205,7 @@ class BurstAttention(nnx.Module):
             layout, else rejected.
           segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend within their
             segment. 0 is padding, documents count from 1; None is one segment.
+          document_tables: those of :func:`burst_attention`, in a balanced layout.
           deterministic: whether dropout is disabled; None is the attribute of this name, which
             ``model.eval()`` and ``model.train()`` set.
           rngs: random numbers for dropout (stream "dropout"); required with dropout.
@@ -219,25 +222,24 @@ class BurstAttention(nnx.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
-        dropout_key = self._dropout_key(deterministic, rngs)
+        arrays: Any = {
+            "positions": positions,
+            "document_tables": document_tables,
+            "dropout_key": self._dropout_key(deterministic, rngs),
+        }
         if self.rope_theta is None:
             if positions is not None and self._given_positions(positions) is None:
                 raise ValueError(
                     "positions are given and rope_theta is None: the layer would ignore them"
                 )
-            rope = None
-            return self.attend(
-                x, rope, segment_ids, positions=positions, dropout_key=dropout_key, **masks
-            )[0]
+            return self.attend(x, None, segment_ids, **arrays, **masks)[0]
         if positions is None:
             raise ValueError(
                 "positions are missing: RoPE needs every token's position, in the order of the "
                 "tokens; use burst_jax.positions(layout, length, num_shards)"
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
-        out, _ = self.attend(
-            x, rope, segment_ids, positions=positions, dropout_key=dropout_key, **masks
-        )
+        out, _ = self.attend(x, rope, segment_ids, **arrays, **masks)
         return reject_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
 
     def attend(
@@ -249,6 +251,7 @@ class BurstAttention(nnx.Module):
         positions: jax.Array | np.ndarray | None = None,
         local_window_size: WindowSize = None,
         attention_fn: AttentionFn | None = None,
+        document_tables: DocumentTables | None = None,
         dropout_key: jax.Array | None = None,
         **masks: Unpack[MaskArrays],
     ) -> tuple[jax.Array, Any]:
@@ -264,6 +267,7 @@ class BurstAttention(nnx.Module):
           attention_fn: called instead of :func:`burst_attention`, or inside a ``shard_map`` instead
             of :func:`ring_attention`, with the same arguments. It returns ``(out, aux)``, where
             ``aux`` is anything else that it computes, like an updated cache. None calls those.
+          document_tables: as in the call.
           dropout_key: a ``jax.random.key`` for the option ``dropout_rate``; None disables dropout.
           **masks: as in the call.
 
@@ -297,6 +301,8 @@ class BurstAttention(nnx.Module):
         positions = self._given_positions(positions)
         if positions is not None:
             options |= {"query_positions": positions, "key_value_positions": positions}
+        if document_tables is not None:
+            options["document_tables"] = document_tables
         if local_window_size is not None:
             options["local_window_size"] = local_window_size
         if layer.sinks is not None:

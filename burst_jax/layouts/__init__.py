@@ -10,5 +10,7 @@ from burst_jax.layouts.fixed import Striped as Striped
 from burst_jax.layouts.fixed import Zigzag as Zigzag
 from burst_jax.layouts.layout import Layout as Layout
 from burst_jax.layouts.ring_costs import RingCosts as RingCosts
+from burst_jax.layouts.tables import DocumentTables as DocumentTables
+from burst_jax.layouts.tables import document_tables as document_tables
 from burst_jax.layouts.work import WorkReport as WorkReport
 from burst_jax.layouts.work import work_report as work_report

@@ -198,6 +198,12 @@ class DecoderConfig:
         return tuple(kinds[layer % len(kinds)] for layer in range(self.num_layers))
 
     @property
+    def local_window_sizes(self) -> tuple[tuple[int, int] | None, ...]:
+        """The ``local_window_size`` of the layers, each once, for :func:`make_batch`."""
+        windows = dict.fromkeys(kind.window for kind in self.layer_kinds)
+        return tuple(None if window is None else (window - 1, 0) for window in windows)
+
+    @property
     def layer_ropes(self) -> tuple[Rope, ...]:
         """The RoPE of each layer."""
         return tuple(kind.rope for kind in self.layer_kinds if kind.rope is not None)

@@ -27,6 +27,7 @@ from burst_jax.errors import check_integer
 from burst_jax.layers.nnx_layer import AttentionFn
 from burst_jax.layers.rope import DynamicRope, Rope, rope_table
 from burst_jax.layouts.parse import layout_option
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.decoder_options import (
@@ -148,6 +149,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | np.ndarray,
         segment_ids: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
+        document_tables: DocumentTables | None = None,
     ) -> jax.Array:
         """Runs the layers.
 
@@ -160,6 +162,8 @@ class Decoder(nnx.Module):
           prefix_lengths: int32 ``[B]``: the number of tokens at the start of each sequence, in
             natural order, that all its tokens attend to, within the layers' windows
             (:func:`burst_jax.burst_attention`). None is no prefix.
+          document_tables: in a balanced layout, what :func:`burst_jax.training.make_batch` returns
+            in the batch, with the windows of all layers; None searches in every layer.
 
         Returns:
           Hidden states after the final norm, ``[B, T, D]`` in ``config.dtype``; undefined for
@@ -170,7 +174,8 @@ class Decoder(nnx.Module):
           ValueError: arrays of other shapes or dtypes; outside ``jit``, or for NumPy arrays,
             positions in another order than the tokens; see :meth:`reject_sharded_weights`.
         """
-        return self.with_auxiliary(tokens, positions, segment_ids, prefix_lengths)[0]
+        given = tokens, positions, segment_ids, prefix_lengths, document_tables
+        return self.with_auxiliary(*given)[0]
 
     def with_auxiliary(
         self,
@@ -178,6 +183,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | np.ndarray,
         segment_ids: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
+        document_tables: DocumentTables | None = None,
     ) -> tuple[jax.Array, Auxiliary]:
         """The hidden states of ``__call__``, and auxiliary losses of the feed-forwards.
 
@@ -193,10 +199,12 @@ class Decoder(nnx.Module):
         positions_in = jnp.asarray(as_int32("positions", positions))
         if prefix_lengths is not None:
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
-        arrays = tokens, positions_in, segment_ids, prefix_lengths
+        if document_tables is not None:
+            document_tables = jax.tree.map(jnp.asarray, document_tables)
+        arrays = tokens, positions_in, segment_ids, prefix_lengths, document_tables
         placed = [
-            None if array is None or spec is None else reshard_explicit(array, shardings.mesh, spec)
-            for array, spec in zip(arrays, shardings.input_specs(arrays), strict=True)
+            jax.tree.map(lambda x, spec: reshard_explicit(x, shardings.mesh, spec), array, specs)
+            for array, specs in zip(arrays, shardings.input_specs(arrays), strict=True)
         ]
         weights = jax.tree.map(
             lambda w, spec: reshard_explicit(w, shardings.mesh, spec),
@@ -279,6 +287,7 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array | None,
         prefix_lengths: jax.Array | None = None,
+        document_tables: DocumentTables | None = None,
     ) -> tuple[jax.Array, Any]:
         """One device's part of the call, inside a ``shard_map``, with this device's weights.
 
@@ -331,14 +340,14 @@ class Decoder(nnx.Module):
                 shared: Any,
                 attention_fn: AttentionFn | None,
             ) -> tuple[tuple[jax.Array, Any], Any]:
-                tables, order, segment_ids, prefix_lengths = shared
+                tables, order, segment_ids, prefix_lengths, documents = shared
                 rope = tables[table_of[kind.rope]]
                 # Casts inside the rematerialized layer: outside, the backward pass would store
                 # their results as a second stack.
                 if not ahead:
                     weights, frozen = gather(weights), gather(frozen)
                 module = nnx.merge(graphdef, weights, frozen)
-                masks = segment_ids, kind.window, attention_fn, prefix_lengths, order
+                masks = segment_ids, kind.window, attention_fn, prefix_lengths, order, documents
                 return module(x, rope, *masks, remat=remat)
 
             return rematerialized(layer, remat)
@@ -354,11 +363,13 @@ class Decoder(nnx.Module):
             order = layout.given_positions(positions)
             return run_stack(in_order, gather_one, x, stacked, frozen, (tables, order, *masks))
 
-        x = vary(x, frozenset(varying))
+        # Tables too: a layer would store what it marks as varying itself for its backward pass.
+        x, document_tables = vary((x, document_tables), frozenset(varying))
+        masks = segment_ids, prefix_lengths, document_tables
         if shardings.stage_axis is None:
-            x, sums = run(x, (positions, segment_ids, prefix_lengths))
+            x, sums = run(x, (positions, *masks))
         else:
-            shared = jnp.broadcast_to(positions, tokens.shape), segment_ids, prefix_lengths
+            shared = jnp.broadcast_to(positions, tokens.shape), *masks
             x, sums = pipelined(run, x, shared, shardings.stage_axis, shardings.microbatches)
         norm, scale = nnx.split(self.final_norm)
         over = flat_names(shardings.batch_axes, shardings.token_axes)
@@ -439,11 +450,11 @@ def _run(
     graphdef: nnx.GraphDef,
     shardings: DecoderShardings,
     weights: nnx.State,
-    *arrays: jax.Array | None,
+    *arrays: Any,
 ) -> tuple[jax.Array, Any]:
     """:meth:`Decoder.local` on every device."""
 
-    def local(weights: nnx.State, *arrays: jax.Array | None) -> tuple[jax.Array, Any]:
+    def local(weights: nnx.State, *arrays: Any) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, weights).local(shardings, *arrays)
 
     return jax.shard_map(

@@ -13,6 +13,7 @@ from burst_jax.layers.lora import Linear, init_adapters
 from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.models.config import DecoderConfig
 from burst_jax.models.remat import (
     ATTENTION_SUM,
@@ -96,13 +97,14 @@ class DecoderLayer(nnx.Module):
         attention_fn: AttentionFn | None = None,
         prefix_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
+        document_tables: DocumentTables | None = None,
         *,
         remat: Remat,
     ) -> tuple[tuple[jax.Array, Any], Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
-        ``window`` is that of the layer's kind, ``attention_fn`` and ``positions`` those of
-        :meth:`burst_jax.BurstAttention.attend`.
+        ``window`` is that of the layer's kind, ``attention_fn``, ``positions`` and
+        ``document_tables`` those of :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
           ``((x, sums), aux)``: the residual stream after the layer, the sums of
@@ -117,6 +119,7 @@ class DecoderLayer(nnx.Module):
             positions=positions,
             local_window_size=None if window is None else (window - 1, 0),
             attention_fn=attention_fn,
+            document_tables=document_tables,
             prefix_lengths=prefix_lengths,
         )
         if self.post_attention_norm is not None:

@@ -73,11 +73,15 @@ class DecoderShardings:
         batch = (self.batch_axes or None,) if ndim > 1 else ()
         return P(*batch, self.token_axes or None, *[None] * (ndim - 2))
 
-    def input_specs(self, arrays: tuple[jax.Array | None, ...]) -> list[P | None]:
-        """Shardings of tokens, positions, segment ids and prefix lengths, in this order."""
-        *tokens, prefix_lengths = arrays
-        specs = [None if array is None else self.token_spec(array.ndim) for array in tokens]
-        return [*specs, None if prefix_lengths is None else P(self.batch_axes or None)]
+    def input_specs(self, arrays: tuple[Any, ...]) -> list[Any]:
+        """Shardings of tokens, positions, segment ids, prefix lengths and document tables."""
+        *tokens, prefix_lengths, tables = arrays
+        specs: list[Any] = [
+            None if array is None else self.token_spec(array.ndim) for array in tokens
+        ]
+        specs.append(None if prefix_lengths is None else P(self.batch_axes or None))
+        of_tables = None if tables is None else tables.specs(self.batch_axes, self.token_axes)
+        return [*specs, of_tables]
 
     def weight_specs(self, weights: Any) -> Any:
         """``specs`` as a tree like ``weights``, the decoder's state."""

@@ -2,7 +2,8 @@
 
 A ring over the zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads
 and writes results in float32. So every device gathers the zones of all devices at once; if they
-have more than :data:`MOST_SHARDS` times the tokens of a shard, a slice of every zone at a time.
+have more than ``MOST_SHARDS`` times the tokens of a shard, a slice of every zone at a time
+(:func:`burst_jax.layouts.tables.zone_slices`).
 Sorted by document and position the keys of a slice are one sequence, of which each query attends to
 one range, and the attention is two independent ones::
 
@@ -27,14 +28,14 @@ permutes at once are not overlapped: XLA runs all but four of them one after the
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.layouts.tables import MaskTables, zone_slices
 from burst_jax.ring.local import Gradients
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
@@ -55,13 +56,46 @@ from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, var
 from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, PerHead
 
-# The slices that are gathered at once have at most as many tokens as this many shards.
-MOST_SHARDS = 2
-
 
 def _sends(request: Request) -> bool:
     """Whether a device needs other shards."""
     return bool(zone_of(request)) and request.ring_size > 1
+
+
+class _Found(NamedTuple):
+    """Where the tokens of split documents are.
+
+    Attributes:
+      is_split: bool ``[B, z]``, whether a token of this device's zone is of a split document.
+      orders: of each slice int32 ``[B, n slice]``, the index of each sorted token among those of
+        all zones; None where it is computed from ``ranks``.
+      ranks: of each slice int32 ``[B, n slice]``, the place of each token among the sorted ones.
+      ranges: of each slice ``(starts, ends)`` int32 ``[B, z]``, the sorted keys of each query.
+      contradicts: bool ``[B]``, whether the layout is that of another placement.
+    """
+
+    is_split: jax.Array
+    orders: list[jax.Array] | None
+    ranks: list[jax.Array]
+    ranges: list[tuple[jax.Array, ...]]
+    contradicts: jax.Array
+
+
+def _given(shard: Shard, tables: MaskTables, slices: list[slice], n: int) -> _Found:
+    """What the batch's tables hold for this device."""
+    assert shard.contradicts is not None
+    ranges = tables.kv_ranges[..., shard.outside :]
+    orders, ranks = (
+        [tables.gather_order[:, i, n * part.start : n * part.stop] for part in slices]
+        for i in range(2)
+    )
+    return _Found(
+        tables.is_split[:, shard.outside :],
+        orders,
+        ranks,
+        [(ranges[:, i, 0], ranges[:, i, 1]) for i in range(len(slices))],
+        shard.contradicts,
+    )
 
 
 class _Documents:
@@ -83,15 +117,31 @@ class _Documents:
         zone = zone_of(request)
         self.route = request.route(zone, zone)
         self.shard = shard = Shard(request, inputs)
-        count = min(zone, -(-self.route.size * zone // (MOST_SHARDS * inputs.q_length)))
-        edges = [zone * i // count for i in range(count + 1)]
-        self.slices = [slice(*pair) for pair in itertools.pairwise(edges)]
-        own = Order.of(inputs.query, shard.outside)
+        self.slices = zone_slices(zone, self.route.size, inputs.q_length)
+        self._segment_ids = Order.of(inputs.query).segment_ids
         kv = without_order(tokens_from(inputs.kv, shard.outside))
-        parts = [(kv.k[:, part], kv.v[:, part]) for part in self.slices]
+        self.parts = [(kv.k[:, part], kv.v[:, part]) for part in self.slices]
+        if shard.tables is None:
+            found = self._searched(request, inputs)
+        else:
+            found = _given(shard, shard.tables, self.slices, self.route.size)
+        self._is_split, self._orders, self._ranks, self._ranges, self._contradicts = found
+        local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
+        self.whole = shard.of_queries(local)
+        starts, ends = self._ranges[0]
+        query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
+        query = query._replace(positions=indices(zone), kv_starts=starts, kv_ends=ends)
+        kv = kv._replace(positions=indices(zone))
+        self.split = AttentionInputs(query, kv, shard.inputs.shared)
+        self.specs = shard.spec, without_mask(request.spec)
+
+    def _searched(self, request: Request, inputs: AttentionInputs) -> _Found:
+        """What tables hold, by a search over the gathered segment ids and positions."""
+        shard = self.shard
+        own = Order.of(inputs.query, shard.outside)
         # XLA would gather the order, which the first kernel needs, in one operation with K and V
         # that is sent during that kernel. The same below.
-        everyone, parts = lax.optimization_barrier((self.route.gather(jnp.stack(own)), parts))
+        everyone, parts = lax.optimization_barrier((self.route.gather(jnp.stack(own)), self.parts))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
@@ -100,14 +150,13 @@ class _Documents:
         counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
         document = counts[1] - counts[0]
         here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
-        self._is_split = (ids != 0) & (document.sum(0) > document[here])
-        self._segment_ids = Order.of(inputs.query).segment_ids
+        is_split = (ids != 0) & (document.sum(0) > document[here])
         outside = self._segment_ids[:, : shard.outside]
-        self._contradicts = self._is_outside(inputs, zones.segment_ids, here)
-        self._contradicts |= _is_on_several_shards(self.route, outside)
+        contradicts = self._is_outside(inputs, zones.segment_ids, here)
+        contradicts |= _is_on_several_shards(self.route, outside)
         # A window searches all tokens of the shard.
         unsorted = shard.contradicts
-        self._contradicts |= Order(*own).is_unsorted() if unsorted is None else unsorted
+        contradicts |= Order(*own).is_unsorted() if unsorted is None else unsorted
         # A slice is a range of a sorted zone.
         of_slices = [
             jnp.clip(counts[2:] - np.int32(part.start), 0, np.int32(part.stop - part.start)).sum(1)
@@ -116,15 +165,9 @@ class _Documents:
         ranks = [of[0, :, part] for of, part in zip(of_slices, self.slices, strict=True)]
         ranks = self.route.gather(jnp.concatenate(ranks, 1))
         ranks, self.parts = lax.optimization_barrier((ranks, parts))
-        self._ranks = [_one_sequence(ranks[..., part]) for part in self.slices]
-        self._ranges = [tuple(jnp.where(self._is_split, x, 0) for x in of[1:]) for of in of_slices]
-        local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
-        self.whole = shard.of_queries(local)
-        starts, ends = self._ranges[0]
-        query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
-        query = query._replace(positions=indices(zone), kv_starts=starts, kv_ends=ends)
-        self.split = AttentionInputs(query, kv._replace(positions=indices(zone)), inputs.shared)
-        self.specs = shard.spec, without_mask(request.spec)
+        ranks = [_one_sequence(ranks[..., part]) for part in self.slices]
+        ranges = [tuple(jnp.where(is_split, x, 0) for x in of[1:]) for of in of_slices]
+        return _Found(is_split, None, ranks, ranges, contradicts)
 
     def _is_outside(self, inputs: AttentionInputs, zones: jax.Array, here: jax.Array) -> jax.Array:
         """Bool ``[B]``, whether a split document has tokens before this device's zone.
@@ -144,10 +187,13 @@ class _Documents:
 
     def with_keys(self, index: int, zones: tuple[jax.Array, ...]) -> AttentionInputs:
         """``split`` with the keys of a slice of all zones, sorted by document."""
-        rank = self._ranks[index]
-        tokens = jnp.broadcast_to(jnp.arange(rank.shape[1], dtype=jnp.int32), rank.shape)
-        # Padding comes last, where nothing attends to it.
-        order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(rank, tokens)
+        if self._orders is not None:
+            order = self._orders[index]
+        else:
+            rank = self._ranks[index]
+            tokens = jnp.broadcast_to(jnp.arange(rank.shape[1], dtype=jnp.int32), rank.shape)
+            # Padding comes last, where nothing attends to it.
+            order = jax.vmap(lambda rank, i: jnp.zeros_like(i).at[rank].set(i))(rank, tokens)
         k, v = (jax.vmap(lambda x, i: x[i])(_one_sequence(x), order) for x in zones)
         starts, ends = self._ranges[index]
         query = self.split.query._replace(kv_starts=starts, kv_ends=ends)
@@ -225,7 +271,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         shard, length = Shard(request, inputs), inputs.q_length
         results = run(shard.inputs, None, shard.spec, dtype)
         ids, wrong = Order.of(inputs.query).segment_ids, shard.contradicts
-        if request.ring_size > 1:
+        if request.ring_size > 1 and shard.tables is None:
             several = _is_on_several_shards(request.route(length, length), ids)
             wrong = several if wrong is None else several | wrong
         if wrong is None:

@@ -91,13 +91,13 @@ def prepared(request: Request, inputs: AttentionInputs) -> AttentionInputs:
     manual = [lax.axis_index(axis) for axis in request.token_axes]
     inputs = vary(inputs, varying_axes(inputs, manual))
     own = functools.partial(own_heads, axis_name=request.ulysses_axis)
-    sinks, slopes, seeds, blocks, indices = inputs.shared
+    sinks, slopes, seeds, blocks, indices, tables = inputs.shared
     sinks, slopes, seeds = jax.tree.map(own, (sinks, slopes, seeds))
     if blocks is not None and blocks.heads > 1:
         blocks = dataclasses.replace(blocks, table=own(blocks.table, heads=0))
     if indices is not None:
         indices = indices._replace(head=own(indices.head))
-    return inputs._replace(shared=SharedInputs(sinks, slopes, seeds, blocks, indices))
+    return inputs._replace(shared=SharedInputs(sinks, slopes, seeds, blocks, indices, tables))
 
 
 def ring_inputs(
@@ -113,6 +113,9 @@ def ring_inputs(
         {name: all_tokens(x, axis) for name, x in side.token_arrays.items()} for side in (query, kv)
     )
     sides = query._replace(q=q, **q_arrays), kv._replace(k=k, v=v, **kv_arrays)
+    if shared.caller is not None:
+        tables = shared.caller.with_tokens(functools.partial(all_tokens, axis_name=axis))
+        shared = shared._replace(caller=tables)
     inputs = with_block_runs(request, AttentionInputs(*sides, shared))
     if target is None or not _kernels_zero_padding(request, target, inputs, backward=False):
         inputs = _with_zeros(inputs)

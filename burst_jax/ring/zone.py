@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.layouts.tables import MaskTables, checksums, needs_own_ranges
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, AttentionSpec
 from pallas_kernels.inputs import Side
@@ -117,22 +118,30 @@ class Shard:
       inputs: with indices as positions, and the masks of :attr:`spec`.
       spec: the call's, with the mask that is left for kernels.
       outside: number of the shard's tokens outside of its zone.
-      contradicts: bool ``[B]``, whether tokens are in another order than that of a placement; None
-        if the attention does not depend on it.
+      tables: the batch's tables, or None: then the shard is searched.
+      contradicts: bool ``[B]``, whether tokens are in another order than that of a placement, or
+        tables are those of others; None if the attention does not depend on it.
     """
 
     def __init__(self, request: Request, inputs: AttentionInputs):
         length, mask = inputs.q_length, request.spec.mask
+        self.tables: MaskTables | None = inputs.shared.caller
+        inputs = inputs._replace(shared=inputs.shared._replace(caller=None))
         self.outside = length - zone_of(request)
         query = inputs.query._replace(positions=indices(length))
         kv = inputs.kv._replace(positions=indices(length))
         self.spec = request.spec
         order = Order.of(inputs.query)
         self.contradicts: jax.Array | None = None
-        if mask.left is not None or mask.right not in (None, 0):
-            # The pieces of a document are farther apart in the text than in the shard.
-            starts, ends = _kv_ranges(mask, order, Order.of(inputs.kv))
-            self.contradicts = order.is_unsorted()
+        if self.tables is not None:
+            route = request.route(length, length)
+            self.contradicts = _is_of_others(self.tables, order, route.source(route.local))
+        if needs_own_ranges(mask.left, mask.right):
+            if self.tables is not None:
+                starts, ends = self.tables.own_ranges[:, 0], self.tables.own_ranges[:, 1]
+            else:
+                starts, ends = _kv_ranges(mask, order, Order.of(inputs.kv))
+                self.contradicts = order.is_unsorted()
             query = query._replace(segment_ids=None, kv_starts=starts, kv_ends=ends)
             kv = kv._replace(segment_ids=None)
             self.spec = without_mask(request.spec)
@@ -153,6 +162,12 @@ class Shard:
         widths = [(0, 0)] * gradient.ndim
         widths[1] = self.outside, 0
         return gradient + jnp.pad(zone, widths)
+
+
+def _is_of_others(tables: MaskTables, order: Order, here: jax.Array | int) -> jax.Array:
+    """Bool ``[B]``, whether tables are not of the tokens of this device, ``here``."""
+    own = lax.dynamic_index_in_dim(tables.checksums, jnp.asarray(here, jnp.int32), 1, False)
+    return checksums(*order, jnp) != own
 
 
 def zone_of(request: Request) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypedDict, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from burst_jax.attention.arguments import WindowSize
 from burst_jax.attention.validation import check_array, to_int32
 from burst_jax.errors import MAX_BATCH, check_integer
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.permutation import pad_to_layout
+from burst_jax.layouts.tables import DocumentTables, document_tables
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -42,6 +45,8 @@ class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
       segment_ids: int32, 0 for padding; None if there is no padding and one segment per sequence.
       prefix_lengths: int32 ``[B]``, tokens of each sequence that all of its tokens attend to;
         missing without prefixes.
+      document_tables: of a balanced layout, see :class:`burst_jax.layouts.DocumentTables`; missing
+        in others.
     """
 
     inputs: Array
@@ -50,6 +55,7 @@ class Batch[Array: (np.ndarray, jax.Array)](TypedDict):
     weights: Array
     segment_ids: Array | None
     prefix_lengths: NotRequired[Array | None]
+    document_tables: NotRequired[DocumentTables | None]
 
 
 # Each (mesh, process_local) for which place_batch has compared the processes' batches.
@@ -66,6 +72,7 @@ def make_batch(
     prefix_lengths: np.ndarray | None = None,
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
+    local_window_sizes: Sequence[WindowSize] = (None,),
     process_local: bool = False,
 ) -> tuple[str, Batch[np.ndarray]]: ...
 
@@ -80,6 +87,7 @@ def make_batch(
     prefix_lengths: np.ndarray | None = None,
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
+    local_window_sizes: Sequence[WindowSize] = (None,),
     process_local: bool = False,
 ) -> Batch[np.ndarray]: ...
 
@@ -93,6 +101,7 @@ def make_batch(
     prefix_lengths: np.ndarray | None = None,
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
+    local_window_sizes: Sequence[WindowSize] = (None,),
     process_local: bool = False,
 ) -> Batch[np.ndarray] | tuple[str, Batch[np.ndarray]]:
     """Makes a next-token batch from sequences of T + 1 tokens.
@@ -129,6 +138,9 @@ def make_batch(
       multiple_of: a second number that must divide the padded length, as in
         :func:`burst_jax.pad_to_layout`; with a ``ulysses_axis``, the number of devices on the ring
         and that axis together.
+      local_window_sizes: the windows of the model's layers, for the tables of a balanced batch, as
+        :attr:`burst_jax.models.DecoderConfig.local_window_sizes`: each as the attention's
+        ``local_window_size``. Default: full causal attention alone. Other layouts have no tables.
       process_local: whether every process passes only its own sequences, as in
         :func:`place_batch`. All devices run one program, so z of ``"balanced"`` then is the largest
         that a process needs, by a small collective: make the call on the main thread of all
@@ -148,6 +160,8 @@ def make_batch(
         same segment other than 0 and the target is not in the prefix, which its input attends to;
         else 0.
       - ``prefix_lengths``: int32 ``[B]``, if it is given.
+      - ``document_tables``: in a balanced layout, :class:`burst_jax.layouts.DocumentTables` of
+        causal attention with each of ``local_window_sizes``.
 
     Raises:
       ValueError: ``rows`` has another rank or dtype, no row, fewer than 2 tokens, or ids that are
@@ -187,6 +201,10 @@ def make_batch(
     agree = _largest_of_processes if process_local else int
     found, placed = given.place(batch, num_shards, agree)
     made: Any = placed
+    if not found.is_fixed:
+        own, n = (made["segment_ids"], made["positions"]), num_shards
+        tables = document_tables(found, *own, n, local_window_sizes=local_window_sizes)
+        made["document_tables"] = tables
     return made if found == given else (found.name, made)
 
 
@@ -263,7 +281,8 @@ def place_batch(
     other programs, not in a loader thread. Later calls may come from any thread.
 
     Args:
-      batch: what :func:`make_batch` returns, or any pytree of arrays ``[B, T]`` and ``[B]``.
+      batch: a batch of :func:`make_batch`, or any pytree of arrays ``[B, T]`` and ``[B]``, and of
+        :class:`burst_jax.layouts.DocumentTables`.
       mesh: mesh of the result.
       rules: the decoder's sharding rules, which define both axes; then leave ``seq_axis`` and
         ``batch_axis`` out.
@@ -307,14 +326,28 @@ def place_batch(
     if error is not None:
         raise ValueError(error)
 
-    def place(x: np.ndarray) -> jax.Array:
-        own = NamedSharding(mesh, PartitionSpec(*sharding.spec[: x.ndim]))
+    def place(x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        own = NamedSharding(mesh, spec)
         if process_local:
             shape = x.shape[0] // shards * batch_shards, *x.shape[1:]
             return jax.make_array_from_process_local_data(own, x, shape)
         return jax.make_array_from_callback(x.shape, own, lambda index: x[index], dtype=x.dtype)
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(place, batch, batch_specs(batch, batch_axis, seq_axis))
+
+
+def batch_specs(batch: Any, batch_axis: AxisNames, seq_axis: AxisNames) -> Any:
+    """The sharding of each array of a batch, as :func:`place_batch` shards it."""
+    spec = token_spec(batch_axis, seq_axis)
+
+    def of_leaf(x: Any) -> Any:
+        return x.specs(batch_axis, seq_axis) if _is_tables(x) else PartitionSpec(*spec[: x.ndim])
+
+    return jax.tree.map(of_leaf, batch, is_leaf=_is_tables)
+
+
+def _is_tables(x: Any) -> bool:
+    return isinstance(x, DocumentTables)
 
 
 def rows_here(
@@ -385,7 +418,8 @@ def _shape_error(
     hint: bool,
 ) -> str | None:
     """Message about arrays of wrong shapes, or None; ``hint`` mentions ``process_local=True``."""
-    leaves = jax.tree.leaves(batch)
+    nodes = jax.tree.leaves(batch, is_leaf=_is_tables)
+    leaves = [x.checksums[:, 0] if _is_tables(x) else x for x in nodes]
     for leaf in leaves:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(kind, str) or np.dtype(kind).kind not in "biufV":

@@ -162,6 +162,7 @@ def loss_with_auxiliary(
         batch["positions"],
         batch["segment_ids"],
         prefix_lengths=batch.get("prefix_lengths"),
+        document_tables=batch.get("document_tables"),
     )
     total, count = chunked_cross_entropy(
         hidden,

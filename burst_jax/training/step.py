@@ -18,7 +18,7 @@ from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.xla_options import compiler_options as default_compiler_options
 from burst_jax.training.adam import global_norm
-from burst_jax.training.batches import Batch
+from burst_jax.training.batches import Batch, batch_specs
 from burst_jax.training.loss import CHUNK_SIZE, loss_with_auxiliary
 from burst_jax.training.optimizer import Optimizer
 from burst_jax.training.state import split_trained, transform_of
@@ -164,7 +164,7 @@ class TrainStep:
                 + pipeline
                 * (microbatches > 1)
             )
-        specs = jax.tree.map(lambda x: PartitionSpec(*shardings.token_spec(2)[: x.ndim]), batch)
+        specs = batch_specs(batch, shardings.batch_axes, shardings.token_axes)
 
         # Each device slices its own sequences, so nothing is communicated.
         def slices(x: jax.Array) -> jax.Array:

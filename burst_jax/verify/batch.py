@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LAYOUTS, LayoutLike, layout_of, parse_layout
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.parallel.mesh import axes_size
 
 _POSITIONS = ("position", "pos_id")
@@ -102,7 +104,9 @@ def of_loader(batch: Any, layout: LayoutLike, num_shards: int) -> tuple[Any, Any
     """
     if not callable(batch):
         return batch, None
-    natural, own = batch("contiguous", 1), batch(layout, num_shards)
+    natural, own = (
+        _without_tables(batch(*given)) for given in (("contiguous", 1), (layout, num_shards))
+    )
     one, two = ({name: np.shape(x) for name, x in named_leaves(tree)} for tree in (natural, own))
     for name in sorted(one.keys() | two.keys()):
         if one.get(name) != two.get(name):
@@ -112,6 +116,16 @@ def of_loader(batch: Any, layout: LayoutLike, num_shards: int) -> tuple[Any, Any
                 "length, in two orders"
             )
     return natural, own
+
+
+def _without_tables(batch: Any) -> Any:
+    """A loader's batch without document tables, which belong to its layout alone.
+
+    Without them attention searches for what they hold.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: x for name, x in batch.items() if not isinstance(x, DocumentTables)}
 
 
 def natural_index(sizes: Sizes) -> np.ndarray:

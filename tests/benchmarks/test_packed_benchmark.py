@@ -38,7 +38,8 @@ def test_every_layout_is_timed(monkeypatch):
     monkeypatch.setattr(packed, "documents", lambda *_: [700, 200, 124])
     case = packed.PackedCase(devices=2, tokens=512, heads=2, kv_heads=1, head_dim=16)
     records = list(packed.measure(case, ["sft"], 1, ["balanced", "zigzag"]))
-    assert [record["layout"].partition(":")[0] for record in records] == ["balanced", "zigzag"]
+    ways = [(record["layout"].partition(":")[0], record["tables"]) for record in records]
+    assert ways == [("balanced", False), ("balanced", True), ("zigzag", False)]
     # The whole sequence on one device takes half the time of the slowest of two.
     assert all(record["share"] == [0.5, 0.5] for record in records)
-    assert len(calls) == packed._ROUNDS * (2 + 2 * 2 * 2)
+    assert len(calls) == packed._ROUNDS * (2 + 3 * 2 * 2)

@@ -19,6 +19,7 @@ from compiled_programs import gradient
 from routes import hops_of_passes
 
 import burst_jax
+from burst_jax.layouts import document_tables
 from burst_jax.ring.rotation import ShardShape, backward_bytes, forward_bytes
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, resolve
 
@@ -131,19 +132,30 @@ def test_every_permute_of_a_ring_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
-def balanced(zone):
+def balanced(zone, *, has_tables):
     """The gradient in a balanced layout on 8 A100s, its events and its kernels."""
     mesh = compiled.gpu_mesh("a100", 8)
     arrays = narrow(mesh)
     shape = jax.ShapeDtypeStruct((1, TOKENS * 8), jnp.int32, sharding=arrays[0].sharding)
+    tables: Any = None
+    if has_tables:
+        padding = np.zeros(shape.shape, np.int32)
+        tables = document_tables(f"balanced:{zone}", padding, padding, 8)
+        tables = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+            ),
+            tables,
+            tables.specs(None, "seq"),
+        )
 
-    def run(query, key, value, ids, order):
+    def run(query, key, value, ids, order, tables):
         options: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
         options |= dict.fromkeys(("query_positions", "key_value_positions"), order)
-        options |= {"is_causal": True, "layout": f"balanced:{zone}"}
+        options |= {"is_causal": True, "layout": f"balanced:{zone}", "document_tables": tables}
         return gradient(attend(mesh, **options))(query, key, value)
 
-    program = compiled.compile_for(run, *arrays, shape, shape)
+    program = compiled.compile_for(run, *arrays, shape, shape, tables)
     events = compiled.schedule(program)
     assert not [event for event in events if event[0] == "sync"]
     kernels = [name.removeprefix("burst_") for kind, name in events if kind == "kernel"]
@@ -152,7 +164,9 @@ def balanced(zone):
 
 @pytest.mark.parametrize(("zone", "slices"), [(3072, 3), (512, 1)])
 def test_a_balanced_layout_gathers_its_zone_during_kernels(zone, slices):
-    program, events, kernels = balanced(zone)
+    # The second one's order is searched on the devices.
+    has_tables = slices > 1
+    program, events, kernels = balanced(zone, has_tables=has_tables)
     # Each slice of the zone, and whole documents: first, or last.
     assert kernels == ["forward"] * (1 + slices) + ["backward"] * (slices + 1)
     assert not any(kind == "start" for kind, _ in events)
@@ -160,6 +174,7 @@ def test_a_balanced_layout_gathers_its_zone_during_kernels(zone, slices):
     elements = 8 * zone * KV_HEADS * (32 + 16)
     for opcode, dtype, count in (("all-gather", "bf16", 2), ("reduce-scatter", "f32", 1)):
         found = compiled.transfers(program, opcode)["ENTRY"]
+        assert has_tables <= all(f"{dtype}[" in each.result for each, _ in found)
         large = [(each.result, during) for each, during in found if f"{dtype}[" in each.result]
         shapes = [re.findall(rf"{dtype}\[([\d,]+)\]", result) for result, _ in large]
         sizes = [math.prod(map(int, sizes.split(","))) for each in shapes for sizes in each]

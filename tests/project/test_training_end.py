@@ -258,7 +258,7 @@ def test_the_steps_of_a_balanced_run_are_compiled_ahead():
     ids = np.repeat([[1, 2]], [200, 313], axis=1)
     layout, batch = make_batch(rows, layout="balanced", num_shards=2, segment_ids=ids)
     arrays = params, opt_state, place_batch(batch, mesh)
-    steps = run_batches.compiled_steps(make_step, layouts, arrays)
+    steps = run_batches.compiled_steps(make_step, layouts, arrays, SMALL)
     compiled = []
 
     def listen(event, duration_secs, **_):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import decoders
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from implementations import QUICK, quick_jit
+from jax.sharding import AxisType
 from meshes import mesh_of
 
+from burst_jax import ShardingRules
 from burst_jax.layouts import balanced
-from burst_jax.models import DecoderConfig
+from burst_jax.models import DecoderConfig, LayerKind
 from burst_jax.training import (
     batches,
     make_batch,
+    make_train_step,
     next_token_loss,
     place_batch,
 )
@@ -41,6 +48,7 @@ def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, m
     layout, batch = cast("Any", make_batch(ROWS, layout="balanced", **given))
     natural: Any = make_batch(ROWS, layout="contiguous", **given)
     length = -(-LENGTH // np.lcm(num_shards, multiple_of)) * np.lcm(num_shards, multiple_of)
+    batch.pop("document_tables")
     assert {x.shape for x in batch.values()} == {(4, length)}
     for row, ids in enumerate(batch["segment_ids"]):
         places = np.flatnonzero(ids)
@@ -59,8 +67,8 @@ def test_a_batch_has_each_token_of_a_document_once_with_its_target(num_shards, m
             assert (np.diff(used) >= 0).all()
             assert not shard[len(used) :].any()
     of_zone: Any = make_batch(ROWS, layout=layout, **given)
-    for name, x in of_zone.items():
-        np.testing.assert_array_equal(x, batch[name])
+    for name, x in batch.items():
+        np.testing.assert_array_equal(x, of_zone[name])
     whole = make_batch(ROWS, layout=f"balanced:{length // num_shards}", **options)
     assert (
         np.sort(whole["positions"], 1).tolist() == [[0] * (length - LENGTH) + [*range(LENGTH)]] * 4
@@ -89,31 +97,59 @@ def test_documents_are_searched_once(monkeypatch):
     np.testing.assert_array_equal(own["positions"], batch["positions"])
 
 
-def loss_and_gradients(mesh, layout, **options):
-    """Of a decoder with fixed weights, on these sequences."""
+def decoder(mesh, layout, **options):
+    """A decoder with fixed weights, and a batch of these sequences for it on its mesh."""
     config = DecoderConfig(
-        vocab_size=97, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16
-    )
+        vocab_size=97, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16,
+        layer_pattern=(LayerKind(window=9),),
+    )  # fmt: skip
     model = decoders.initialized(config, mesh=mesh, layout=layout, **options)
     # Large weights: the second layer then depends on what the first attends to.
     nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(model)))
-    batch = make_batch(ROWS, layout=layout, num_shards=mesh.shape["seq"], segment_ids=SEGMENTS)
-    graphdef, params = nnx.split(model)
+    given: Any = {"segment_ids": SEGMENTS, "local_window_sizes": config.local_window_sizes}
+    batch = make_batch(ROWS, layout=layout, num_shards=mesh.shape["seq"], **given)
+    return nnx.split(model), place_batch(batch, mesh, **options)
+
+
+def loss_and_gradients(mesh, layout, **options):
+    """The sum of losses, the number of targets, and the gradients of a decoder."""
+    (graphdef, params), batch = decoder(mesh, layout, **options)
 
     def loss(params, batch):
         return next_token_loss(nnx.merge(graphdef, params), batch)
 
-    of_batch = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    return jax.tree.leaves(of_batch(params, place_batch(batch, mesh, **options)))
+    of_batch = quick_jit(jax.value_and_grad(loss, has_aux=True))
+    return [np.asarray(x) for x in jax.tree.leaves(of_batch(params, batch))]
+
+
+@functools.cache
+def on_one_device():
+    """:func:`loss_and_gradients` in natural order."""
+    return loss_and_gradients(mesh_of(seq=1), "contiguous")
 
 
 def test_a_decoder_computes_what_one_device_does():
     """Loss and gradients, with other documents in each sequence and each data-parallel group."""
     got = loss_and_gradients(mesh_of(data=2, seq=3), "balanced:18", batch_axis="data")
-    want = loss_and_gradients(mesh_of(seq=1), "contiguous")
-    for own, of_one in zip(got, want, strict=True):
-        own, of_one = np.asarray(own), np.asarray(of_one)
+    for own, of_one in zip(got, on_one_device(), strict=True):
         assert np.linalg.norm(own - of_one) < 1e-5 * np.linalg.norm(of_one)
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_accumulates_passes_tables_on():
+    """To every layer of each stage, with each slice of the batch."""
+    mesh, optimizer = mesh_of(AxisType.Explicit, stage=2, seq=2), optax.sgd(0.0)
+    rules = ShardingRules.of(mesh)
+    (graphdef, params), batch = decoder(mesh, "balanced:30", rules=rules)
+    step = make_train_step(graphdef, optimizer, accumulate=2, compiler_options=QUICK)
+    params, state, metrics = step(params, optimizer.init(params), batch)
+    loss, count, *gradients = on_one_device()
+    norm = np.sqrt(sum(np.sum(x.astype(float) ** 2) for x in gradients)) / count
+    for name, expected in (("loss", loss / count), ("grad_norm", norm)):
+        np.testing.assert_allclose(metrics[name], expected, rtol=1e-5)
+    tables = jax.tree.map(lambda x: jnp.roll(x, 1, 0), batch["document_tables"])
+    metrics = step(params, state, {**batch, "document_tables": tables})[2]
+    assert np.isnan(metrics["loss"])
 
 
 def test_mistakes_raise():
