@@ -242,6 +242,7 @@ class GatedDeltaNet(nnx.Module):
                 "sequence's last tokens: call it on global arrays"
             )
         out, state = self._mix(x, segment_ids, return_state=True)
+        assert state is not None
         layer = gather_explicit(self)
         tokens, valid = self._last_tokens(x, segment_ids)
 
@@ -321,7 +322,7 @@ class GatedDeltaNet(nnx.Module):
         """``(out, state)`` of the call; the state is None unless requested."""
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
-        options = dict(self.options)
+        options: dict[str, Any] = dict(self.options)
         implementation = options.pop("implementation")
         if inside := inside_shard_map(options["seq_axis"]):
             axes = flat_names(options["seq_axis"])

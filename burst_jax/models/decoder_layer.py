@@ -47,7 +47,7 @@ class DecoderLayer(nnx.Module):
         )
         self.attention_norm = norm_of(config)
         mixer = _attention if config.delta_net is None else _delta_net
-        self.attention = mixer(config, out_init, rngs, options)
+        self.attention: Any = mixer(config, out_init, rngs, options)
         self.post_attention_norm = norm_of(config) if config.post_norms else None
         self.mlp_norm = norm_of(config)
         self.mlp: Any = config.feed_forward(
@@ -63,7 +63,7 @@ class DecoderLayer(nnx.Module):
         names = config.feed_forward.projections(config)
         return attention | {name: getattr(self.mlp, name) for name in names}
 
-    def with_blocks(self, attention: BurstAttention | GatedDeltaNet, mlp: Any) -> DecoderLayer:
+    def with_blocks(self, attention: BurstAttention, mlp: Any) -> DecoderLayer:
         """A copy with other blocks, such as those that they return for a decoding step."""
         layer = nnx.merge(*nnx.split(self))
         layer.attention, layer.mlp = attention, mlp

@@ -28,13 +28,9 @@ SEGMENTS = np.ones((B, T), np.int32)
 SEGMENTS[0, 11:], SEGMENTS[0, 20:23], SEGMENTS[0, 5], SEGMENTS[1, 29:] = 2, 0, 0, 0
 
 
-def created(**options: Any):
-    options = {
-        "num_key_heads": K,
-        "head_dim": H,
-        "value_head_dim": HV,
-        "rngs": nnx.Rngs(0),
-    } | options
+def created(**changes: Any):
+    options: Any = {"num_key_heads": K, "head_dim": H, "value_head_dim": HV, "rngs": nnx.Rngs(0)}
+    options |= changes
     return GatedDeltaNet(D, N, **options)
 
 

@@ -216,7 +216,7 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     with pytest.raises(
         ValueError, match=r"prefix_lengths is given, and the layers are Gated Delta"
     ):
-        jax.eval_shape(lambda *x: model(*x, None, lengths), tokens, tokens)
+        jax.eval_shape(lambda x: model(x, x, None, lengths), tokens)
     with pytest.raises(
         NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
     ):
