@@ -322,7 +322,7 @@ class GatedDeltaNet(nnx.Module):
         """``(out, state)`` of the call; the state is None unless requested."""
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
-        options: dict[str, Any] = dict(self.options)
+        options: Any = dict(self.options)
         implementation = options.pop("implementation")
         if inside := inside_shard_map(options["seq_axis"]):
             axes = flat_names(options["seq_axis"])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
-import chex
 import decoders
 import jax
 import jax.numpy as jnp
@@ -31,8 +29,6 @@ from burst_jax.models import (
 from burst_jax.models import save as save_model
 from burst_jax.serving import Generator
 from burst_jax.training import (
-    Checkpoints,
-    abstract_train_state,
     evaluation_memory,
     init_train_state,
     make_batch,
@@ -114,51 +110,27 @@ ROWS = np.random.default_rng(1).integers(1, CONFIG.vocab_size, (3, 4, T + 1))
 IDS = np.broadcast_to(1 + (np.arange(T + 1) > 13), (4, T + 1)).astype(np.int32)
 
 
-@functools.cache
-def training(**sizes):
-    """``(step, initial params and optimizer state, abstract, place)``."""
+def losses(**sizes):
+    """The losses of three steps on packed documents."""
     mesh, optimizer = mesh_of(**sizes), make_optimizer(1e-2, 10, warmup_steps=1)
     options: Any = {"rules": ShardingRules.of(mesh)}
-    graphdef, params, moments = init_train_state(CONFIG, optimizer, mesh, 0, **options)
-    _, *abstract = abstract_train_state(CONFIG, optimizer, mesh, **options)
+    _, params, moments = init_train_state(CONFIG, optimizer, mesh, 0, **options)
     graphdef, _ = abstract_decoder(CONFIG, mesh=mesh, layout="zigzag", **options)
     step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)
-
-    def place(rows):
+    found = []
+    for rows in ROWS:
         batch = make_batch(rows, layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=IDS)
-        axes = {"batch_axis": options["rules"].batch_axes or None, "seq_axis": "seq"}
-        return place_batch(batch, mesh, **axes)
-
-    return step, (params, moments), abstract, place
-
-
-def losses(first=0, state=None, **sizes):
-    """The losses of the steps from ``first`` on, and the states after each."""
-    step, initial, _, place = training(**sizes)
-    params, moments = jax.tree.map(jnp.copy, initial) if state is None else state
-    found, states = [], []
-    for rows in ROWS[first:]:
-        params, moments, metrics = step(params, moments, place(rows))
+        axes: Any = {"batch_axis": options["rules"].batch_axes or None, "seq_axis": "seq"}
+        params, moments, metrics = step(params, moments, place_batch(batch, mesh, **axes))
         found.append(float(metrics["loss"]))
-        states.append(jax.device_get((params, moments)))
-    return found, states
+    return found
 
 
 @SLOW
-def test_training_on_meshes_is_that_of_one_device(tmp_path):
-    """The same losses, and after a checkpoint the same bits."""
-    one, _ = losses(seq=1)
-    mesh = {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2}
-    found, states = losses(**mesh)
+def test_training_on_meshes_is_that_of_one_device():
+    one, found = losses(seq=1), losses(data=2, fsdp=1, seq=2, tensor=2)
     np.testing.assert_allclose(found, one, rtol=1e-5)
-    assert one[-1] < one[0]
-    with Checkpoints(tmp_path) as writer:
-        writer.save(1, list(states[0]), {})
-        restored = writer.restore(training(**mesh)[2])
-    assert restored is not None
-    again, after = losses(1, tuple(restored.state), **mesh)
-    assert again == found[1:]
-    chex.assert_trees_all_equal(after[-1], states[-1])
+    assert len(set(one)) == len(ROWS)
 
 
 def test_costs_count_its_own_projections():
