@@ -38,6 +38,8 @@ except _metadata.PackageNotFoundError:  # A checkout on the path, which is not i
 
 # Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
 _PACKAGES = ("data", "linear", "models", "plan", "serving", "training", "verify")
+# The same for classes that import such packages.
+_MODULES = {"GatedDeltaNet": "burst_jax.layers.gated_delta_net"}
 
 if _TYPE_CHECKING:
     from burst_jax import data as data
@@ -47,13 +49,16 @@ if _TYPE_CHECKING:
     from burst_jax import serving as serving
     from burst_jax import training as training
     from burst_jax import verify as verify
+    from burst_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 
 
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return _importlib.import_module(f"burst_jax.{name}")
+    if name in _MODULES:
+        return getattr(_importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'burst_jax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES})
+    return sorted({*globals(), *_PACKAGES, *_MODULES})

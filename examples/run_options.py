@@ -18,7 +18,7 @@ from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.errors import MAX_BATCH, check_positive, did_you_mean
 from burst_jax.layouts.parse import LAYOUTS, parse_layout
-from burst_jax.models import DecoderConfig, Lora, check_trained_length, load_config
+from burst_jax.models import DecoderConfig, DeltaNet, Lora, check_trained_length, load_config
 from burst_jax.models.config import Remat
 from burst_jax.models.hf.peft import check_base
 from burst_jax.parallel.mesh_option import mesh_of_option
@@ -48,7 +48,10 @@ HELD_OUT = 0.05
 # Tokens of held-out text that the sample starts from.
 SAMPLE_CONTEXT = 256
 # Defined by --model.
-MODEL_OPTIONS = ("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim")
+MODEL_OPTIONS = (
+    "vocab_size", "layers", "mixer", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
+)  # fmt: skip
+MIXERS = ("attention", "delta-net")
 IGNORE_HELP = "keys of its config.json and tensors that do not change the computation"
 # Peak learning rates of full fine-tuning and of LoRA.
 FINE_TUNING_LR = 2e-5
@@ -114,9 +117,10 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--ignore", nargs="+", default=[], metavar="KEY", help=IGNORE_HELP)
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
+    add("--mixer", choices=MIXERS, help="of tokens: softmax or Gated DeltaNet (default: attention)")
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
-    add("--heads", type=int, help=f"query heads {default('heads')}")
-    add("--kv-heads", type=int, help=f"key/value heads {default('kv_heads')}")
+    add("--heads", type=int, help=f"query heads, or value heads of delta-net {default('heads')}")
+    add("--kv-heads", type=int, help=f"key/value heads, or key heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="feed-forward width (default: 8/3 of the width)")
     add("--remat", choices=get_args(Remat), default="attention", help="rematerialization")
@@ -228,6 +232,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     elif args.ignore:
         raise ValueError(f"--ignore is {' '.join(args.ignore)}: it needs --model")
     check_lora(args)
+    args.mixer = args.mixer or "attention"
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, values[jax.default_backend() != "cpu"])
@@ -293,9 +298,10 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     tokens = make_tokens(args, corpus)
     try:
         config = make_config(args, tokens)
-    except ValueError as error:
-        names = {"num_layers": "--layers"} | {name: flag(name) for name in REMAT_OPTIONS}
-        raise ValueError(in_flags(error, **names)) from error
+    except (ValueError, NotImplementedError) as error:
+        names = {"num_layers": "--layers", "delta_net": "--mixer delta-net"}
+        names |= {name: flag(name) for name in REMAT_OPTIONS}
+        raise type(error)(in_flags(error, **names)) from error
     if args.expert_axes is not None and config.experts is None:
         raise ValueError(
             f"--expert-axes is {args.expert_axes}: the model has no experts; leave it out"
@@ -324,12 +330,17 @@ def check_lora(args: argparse.Namespace) -> None:
 
 def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
     """Raises ValueError if the mesh cannot shard the model, in terms of the command line."""
+    if config.delta_net is not None:
+        check_delta_net(args, config.delta_net, mesh)
+        heads, kind = config.delta_net.num_heads, "value heads"
+    else:
+        heads, kind = config.num_heads, "query heads"
     of_weights = ("fsdp", "outer", "inner", "seq", "heads", "stage")
     if args.weights == "replicated":
         of_weights = ()
     for option, what, size, axes in (
         ("--layers", "layers", config.num_layers, ("stage",)),
-        ("--heads", "query heads", config.num_heads, ("heads", "tensor")),
+        ("--heads", kind, heads, ("heads", "tensor")),
         ("--mlp-dim", "hidden features", config.mlp_dim, ("tensor",)),
         # Without --model it is rounded up to a multiple of 128.
         (None, "token ids", config.vocab_size, ("tensor",)),
@@ -352,6 +363,8 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
                 f"{_size(args, option, size, what)}: --mesh shards them over {split}, but {count} "
                 f"does not divide {size}; {remedy}"
             )
+    if config.delta_net is not None:
+        return
     heads = config.num_kv_heads
     for axis in ("tensor", "heads"):
         size = mesh.shape[axis]
@@ -363,6 +376,20 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
                 "--mesh" + ", or other --kv-heads" * (args.model is None)
             )
         heads = max(1, heads // size)
+
+
+def check_delta_net(args: argparse.Namespace, sizes: DeltaNet, mesh: Mesh) -> None:
+    """Raises ValueError if the mesh cannot shard Gated DeltaNet layers."""
+    if mesh.shape["heads"] > 1:
+        raise ValueError(
+            f"--mesh has heads={mesh.shape['heads']}, over which softmax attention alone exchanges "
+            "heads: with --mixer delta-net use seq or tensor"
+        )
+    if sizes.num_key_heads % (count := mesh.shape["tensor"]):
+        raise ValueError(
+            f"--kv-heads is {sizes.num_key_heads}: --mesh has tensor={count}, which shards the key "
+            f"heads of --mixer delta-net; use a multiple of {count}, or another --mesh"
+        )
 
 
 def _size(args: argparse.Namespace, option: str | None, size: int, what: str) -> str:
@@ -444,18 +471,20 @@ def make_config(
         raise ValueError(
             f"--heads is {args.heads}, --kv-heads {args.kv_heads}: use a multiple of --kv-heads"
         )
-    if args.head_dim % 2:
+    if args.head_dim % 2 and args.mixer == "attention":
         raise ValueError(
             f"--head-dim is {args.head_dim}: RoPE rotates pairs of features, so it must be even"
         )
+    heads, kv_heads, size = args.heads, args.kv_heads, args.head_dim
+    mixer: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
+    if args.mixer == "delta-net":
+        mixer = {"delta_net": DeltaNet(heads, kv_heads, size, size)}
     return DecoderConfig(
         # A multiple of 128, so that common tensor axes divide it.
         vocab_size=-(-vocabulary // 128) * 128,
         num_layers=args.layers,
         embed_dim=args.embed_dim,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
+        **mixer,
         mlp_dim=mlp_dim,
         dtype=jnp.dtype(args.dtype),
         remat=args.remat,

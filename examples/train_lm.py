@@ -86,10 +86,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
     "seq_len", "batch", "text_key", "packing", "steps", "seed", "model", "moment_dtype",
-    "lora_rank", "lora_alpha", "lora_targets",
+    "lora_rank", "lora_alpha", "lora_targets", "mixer",
 )  # fmt: skip
 # Arguments that old checkpoints lack.
-IMPLIED = {"moment_dtype": "float32", "text_key": "text"}
+IMPLIED = {"moment_dtype": "float32", "text_key": "text", "mixer": "attention"}
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.

@@ -1,4 +1,4 @@
-"""Attention calls, recorded while a program is traced, and marks of its jitted functions.
+"""Calls of attention and linear attention in a traced program, and marks of its jitted functions.
 
 Both are for :mod:`burst_jax.verify`.
 """
@@ -18,7 +18,6 @@ import jax
 from pallas_kernels.choice import substituted
 
 if TYPE_CHECKING:
-    from burst_jax.attention.arguments import LocalArguments
     from burst_jax.parallel.mesh import AxisNames
 
 PACKAGES = Path(__file__).parents[2]
@@ -46,16 +45,18 @@ class WatchedCall:
     """One call of an attention function in a traced program.
 
     Attributes:
+      name: what messages call it: "attention", or the name of a function of linear attention.
       local: whether the arrays are one device's, as for ``ring_attention``.
-      arguments: the keyword arguments.
+      arguments: the keyword arguments, a dataclass.
       axes: mesh axes of the ring.
       varying: mesh axes over which the query varies inside a ``shard_map``; None if unknown.
       manual: the mesh axes that are manual at the call.
       place: the caller's line, None if there is none.
     """
 
+    name: str
     local: bool
-    arguments: LocalArguments
+    arguments: Any
     axes: AxisNames
     varying: frozenset[str] | None
     manual: tuple[str, ...]
@@ -86,14 +87,18 @@ def watched(implementation: str | None = None) -> Iterator[list[WatchedCall]]:
         _WATCH.reset(token)
 
 
-def watch_call(arguments: LocalArguments, query: Any, axes: AxisNames, local: bool) -> None:
+def watch_call(
+    arguments: Any, query: Any, axes: AxisNames, local: bool, name: str = "attention"
+) -> None:
     """Records a call if a watch is active."""
     calls = _WATCH.get()
     if calls is None:
         return
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = getattr(jax.typeof(query), "vma", None) if manual else None
-    calls.append(WatchedCall(local, arguments, axes, varying or None, tuple(manual), _caller()))
+    calls.append(
+        WatchedCall(name, local, arguments, axes, varying or None, tuple(manual), _caller())
+    )
 
 
 def attention_program[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -37,6 +37,10 @@ PROJECTIONS = {
     "gate": "gate_proj",
     "up": "up_proj",
     "down": "down_proj",
+    # Of Gated DeltaNet.
+    "output_gate": "in_proj_z",
+    "beta": "in_proj_b",
+    "decay": "in_proj_a",
     # Of a mixture of experts, whose experts have no adapters.
     "router": "router",
 }
@@ -57,8 +61,9 @@ class Lora:
       alpha: numerator of the scale; None is a scale of 1.
       targets: the projections with adapters: a regular expression that matches the whole name, or a
         tuple of names. The names are query, key, value, out, gate, up and down, or those of
-        transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; and router,
-        in place of the last three, in a mixture of experts. Default: all that the model has.
+        transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; router, in
+        place of the last three, in a mixture of experts; and output_gate, beta and decay of Gated
+        DeltaNet. Default: all that the model has.
       rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
 
     Raises:

@@ -24,7 +24,7 @@ from burst_jax.linear.arrays import (
     check_shapes,
     without_absent,
 )
-from burst_jax.linear.devices import Devices
+from burst_jax.linear.devices import Devices, Watched
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.linear.choice import check as check_implementation
 
@@ -154,6 +154,10 @@ def gated_delta_rule(
       NotImplementedError: a layout without long runs of tokens on a device (striped, balanced), a
         decay per key channel, or what the named implementation does not support.
     """
+    Watched(
+        mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id, scale,
+        implementation,
+    ).watch("gated_delta_rule", query, axis_name)  # fmt: skip
     arrays = {
         "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
         "segment_ids": segment_ids, "initial_state": initial_state,
@@ -270,6 +274,9 @@ def short_convolution(
       ValueError: an argument is wrong; the message names argument, value and remedy.
       NotImplementedError: a layout without long runs of tokens on a device (striped, balanced).
     """
+    Watched(mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id).watch(
+        "short_convolution", x, axis_name
+    )
     arrays = {"x": x, "weight": weight, "segment_ids": segment_ids}
     arrays = without_absent(arrays, "segment_ids")
     sizes = check_shapes(DIMENSIONS, arrays)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.shardings import check_devices
+from burst_jax.attention.watch import attention_program, watch_call
 from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
@@ -34,6 +35,26 @@ from pallas_kernels.device import Target, target_of
 Body = Callable[[Any, Mapping[str, jax.Array], Target | None], tuple[jax.Array, ...]]
 # The argument that shards a dimension.
 _ARGUMENTS = {"B": "batch_axis", "T": "seq_axis"} | dict.fromkeys("NKF", "tensor_axis")
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """The arguments of a call that :mod:`burst_jax.verify` compares; names as of attention's."""
+
+    mesh: Mesh | AbstractMesh | None
+    seq_axis: AxisNames
+    batch_axis: AxisNames
+    tensor_axis: AxisNames
+    layout: LayoutLike
+    query_segment_ids: Any
+    padding_id: int
+    scale: float | None = None
+    implementation: str | None = None
+
+    def watch(self, function: str, x: Any, axis_name: AxisNames) -> None:
+        """Records a call with the first array ``x``."""
+        local = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        watch_call(self, x, axis_name, local, function)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +221,7 @@ def _check_unused(names: Mapping[str, AxisNames]) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@attention_program
 def _on_mesh(
     body: Body,
     request: Any,
@@ -220,6 +242,7 @@ def _on_mesh(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@attention_program
 def _on_device(
     body: Body, request: Any, target: Target, count: int, arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:

@@ -10,6 +10,7 @@ from burst_jax.models.config import LayerKind as LayerKind
 from burst_jax.models.decoder import Decoder as Decoder
 from burst_jax.models.decoder import DecoderConfig as DecoderConfig
 from burst_jax.models.decoder import abstract_decoder as abstract_decoder
+from burst_jax.models.delta_net import DeltaNet as DeltaNet
 from burst_jax.models.experts import Experts as Experts
 from burst_jax.models.experts import MixtureOfExperts as MixtureOfExperts
 from burst_jax.models.feed_forward import Auxiliary as Auxiliary

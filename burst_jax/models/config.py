@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from burst_jax.errors import check_integer, check_positive, shown
 from burst_jax.layers.lora import Lora
 from burst_jax.layers.rope import Rope
+from burst_jax.models.delta_net import DeltaNet, check_config
 from burst_jax.models.experts import Experts, MixtureOfExperts
 from burst_jax.models.feed_forward import FeedForward, GatedMLP
 from burst_jax.models.remat import Remat
@@ -92,10 +93,15 @@ class DecoderConfig:
         :class:`burst_jax.models.FeedForward`. Default: the gated MLP.
       experts: the experts of :class:`burst_jax.models.MixtureOfExperts`, or None for other
         feed-forwards.
+      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`), which all
+        layers then have in place of softmax attention, whose fields keep their defaults. None is
+        softmax attention.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
-        fit together; a number that is not positive and finite; an unknown remat or activation.
+        fit together; a number that is not positive and finite; an unknown remat or activation; a
+        field that ``delta_net`` layers would ignore.
+      NotImplementedError: remat "half" with ``delta_net``.
     """
 
     vocab_size: int = 256
@@ -131,6 +137,7 @@ class DecoderConfig:
     lora: Lora | None = None
     feed_forward: type[FeedForward] = GatedMLP
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, remedy: str) -> None:
@@ -176,6 +183,8 @@ class DecoderConfig:
             check(name, _is_floating(getattr(self, name)), "use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
             check(name, getattr(self, name) in known, f"use one of {str(known)[1:-1]}")
+        if self.delta_net is not None:
+            check_config(self)
         if self.remat_layers is None:
             return
         if self.remat != "selective":
@@ -211,7 +220,7 @@ class DecoderConfig:
     @property
     def num_matmul_params(self) -> int:
         """Number of weights that multiply each token, including the output projection."""
-        attention = sum(inputs * outputs for inputs, outputs in self._attention_sizes.values())
+        attention = sum(inputs * outputs for inputs, outputs in self.mixer_sizes.values())
         mlp = self.feed_forward.num_matmul_params(self)
         return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
 
@@ -220,20 +229,22 @@ class DecoderConfig:
         """The names of the projections with low-rank adapters."""
         if self.lora is None:
             return ()
-        return self.lora.among([*self._attention_sizes, *self.feed_forward.projections(self)])
+        return self.lora.among([*self.mixer_sizes, *self.feed_forward.projections(self)])
 
     @property
     def num_adapter_params(self) -> int:
         """Number of weights of the low-rank adapters; 0 without any."""
         if self.lora is None:
             return 0
-        sizes = self._attention_sizes | self.feed_forward.projections(self)
+        sizes = self.mixer_sizes | self.feed_forward.projections(self)
         features = sum(sum(sizes[name]) for name in self.adapted)
         return self.num_layers * self.lora.rank * features
 
     @property
-    def _attention_sizes(self) -> dict[str, tuple[int, int]]:
-        """``(inputs, outputs)`` of attention's projections."""
+    def mixer_sizes(self) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of the projections of attention, or of Gated DeltaNet."""
+        if self.delta_net is not None:
+            return self.delta_net.projections(self.embed_dim)
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         d = self.embed_dim
         return {"query": (d, query), "key": (d, kv), "value": (d, kv), "out": (query, d)}
@@ -244,17 +255,20 @@ class DecoderConfig:
         Each weight costs 6: a multiplication and an addition forward, twice that backward; frozen
         weights have no gradient and cost 4. Attention costs ``12 N H keys`` per layer: two products
         of ``2 N H keys`` forward, twice that backward. ``keys`` is a token's mean number of keys:
-        ``length / 2``, or less with a window. Recomputation does not count.
+        ``length / 2``, or less with a window. Gated DeltaNet costs ``18 N H Hv`` per layer
+        (:class:`burst_jax.models.DeltaNet`). Recomputation does not count.
 
         Args:
           length: number of tokens in a sequence.
         """
+        each = 6.0 if self.lora is None else 4.0
+        weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
+        if self.delta_net is not None:
+            return weights + self.num_layers * self.delta_net.train_flops_per_token
         keys = 0.0
         for kind in self.layer_kinds:
             seen = length if kind.window is None else min(kind.window, length)
             keys += seen - seen * seen / (2 * length)
-        each = 6.0 if self.lora is None else 4.0
-        weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
         return weights + 12.0 * self.num_heads * self.head_dim * keys
 
 

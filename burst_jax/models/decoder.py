@@ -194,6 +194,11 @@ class Decoder(nnx.Module):
         shardings = self.shardings(weights)
         if self.rules is None:
             reject_sharded(weights, shardings)
+        if prefix_lengths is not None and self.config.delta_net is not None:
+            raise ValueError(
+                "prefix_lengths is given, and the layers are Gated DeltaNet (delta_net), in which "
+                "no token reads a later one: leave it out"
+            )
         shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
         check_stacked(weights["layers"], shardings)
         positions_in = jnp.asarray(as_int32("positions", positions))

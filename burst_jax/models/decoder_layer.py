@@ -1,7 +1,8 @@
-"""One layer of a decoder: attention, feed-forward, and their norms."""
+"""One layer of a decoder: attention or Gated DeltaNet, feed-forward, and their norms."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -9,12 +10,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.arguments import AttentionOptions
+from burst_jax.layers.gated_delta_net import GatedDeltaNet
 from burst_jax.layers.lora import Linear, init_adapters
 from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.delta_net import OPTIONS
 from burst_jax.models.remat import (
     ATTENTION_SUM,
     BEFORE_POST_NORM,
@@ -27,7 +30,8 @@ from burst_jax.models.remat import (
 class DecoderLayer(nnx.Module):
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    With ``config.post_norms`` it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``.
+    With ``config.delta_net`` attention is a :class:`burst_jax.GatedDeltaNet`. With
+    ``config.post_norms`` it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``.
 
     Args:
       config: sizes and dtypes.
@@ -42,29 +46,9 @@ class DecoderLayer(nnx.Module):
         out_init = nnx.initializers.variance_scaling(
             1 / (2 * config.num_layers), "fan_in", "truncated_normal"
         )
-        if config.attention_scale is not None:
-            options["scale"] = config.attention_scale
         self.attention_norm = norm_of(config)
-        self.attention = BurstAttention(
-            config.embed_dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            use_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            rope_theta=None,  # The decoder computes one table for all layers.
-            sinks=config.attention_sinks,
-            qk_norm=config.qk_norm,
-            norm_epsilon=config.norm_epsilon,
-            norm_offset=config.norm_offset,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            out_kernel_init=out_init,
-            rngs=rngs,
-            logits_soft_cap=config.logits_soft_cap,
-            is_causal=True,
-            **options,
-        )
+        mixer = _attention if config.delta_net is None else _delta_net
+        self.attention: Any = mixer(config, out_init, rngs, options)
         self.post_attention_norm = norm_of(config) if config.post_norms else None
         self.mlp_norm = norm_of(config)
         self.mlp: Any = config.feed_forward(
@@ -76,9 +60,7 @@ class DecoderLayer(nnx.Module):
 
     def _projections(self, config: DecoderConfig) -> dict[str, Linear]:
         """The projections that :class:`burst_jax.models.Lora` may name."""
-        attention = {
-            name: getattr(self.attention, name) for name in ("query", "key", "value", "out")
-        }
+        attention = {name: getattr(self.attention, name) for name in config.mixer_sizes}
         names = config.feed_forward.projections(config)
         return attention | {name: getattr(self.mlp, name) for name in names}
 
@@ -112,16 +94,20 @@ class DecoderLayer(nnx.Module):
           its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        attended, aux = self.attention.attend(
-            self.attention_norm(x),
-            rope,
-            segment_ids,
-            positions=positions,
-            local_window_size=None if window is None else (window - 1, 0),
-            attention_fn=attention_fn,
-            document_tables=document_tables,
-            prefix_lengths=prefix_lengths,
-        )
+        normed = self.attention_norm(x)
+        if isinstance(self.attention, GatedDeltaNet):
+            attended, aux = self.attention.mix(normed, segment_ids), None
+        else:
+            attended, aux = self.attention.attend(
+                normed,
+                rope,
+                segment_ids,
+                positions=positions,
+                local_window_size=None if window is None else (window - 1, 0),
+                attention_fn=attention_fn,
+                document_tables=document_tables,
+                prefix_lengths=prefix_lengths,
+            )
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
@@ -140,4 +126,50 @@ def norm_of(config: DecoderConfig) -> RMSNorm:
         epsilon=config.norm_epsilon,
         offset=config.norm_offset,
         param_dtype=config.param_dtype,
+    )
+
+
+def _attention(
+    config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
+) -> BurstAttention:
+    """Softmax attention with the decoder's options."""
+    if config.attention_scale is not None:
+        options["scale"] = config.attention_scale
+    return BurstAttention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        use_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        rope_theta=None,  # The decoder computes one table for all layers.
+        sinks=config.attention_sinks,
+        qk_norm=config.qk_norm,
+        norm_epsilon=config.norm_epsilon,
+        norm_offset=config.norm_offset,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        out_kernel_init=out_init,
+        rngs=rngs,
+        logits_soft_cap=config.logits_soft_cap,
+        is_causal=True,
+        **options,
+    )
+
+
+def _delta_net(
+    config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
+) -> GatedDeltaNet:
+    """Gated DeltaNet with those of the decoder's options that it has."""
+    assert config.delta_net is not None
+    known: Any = {name: options[name] for name in OPTIONS if name in options}
+    return GatedDeltaNet(
+        config.embed_dim,
+        **dataclasses.asdict(config.delta_net),
+        norm_epsilon=config.norm_epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        out_kernel_init=out_init,
+        rngs=rngs,
+        **known,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.delta_net import check_options
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.parallel.rules import ShardingRules, check_rules
 
@@ -16,6 +17,8 @@ def reject_own_options(config: DecoderConfig, options: AttentionOptions) -> None
                 f"Decoder sets {name} itself: it is always causal, and the soft cap is "
                 "DecoderConfig's"
             )
+    if config.delta_net is not None:
+        check_options(options)
     windows = any(kind.window is not None for kind in config.layer_pattern)
     for name, given, field in (
         ("scale", config.attention_scale is not None, "attention_scale"),

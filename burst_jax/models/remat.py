@@ -17,10 +17,11 @@ features, M the hidden features of the feed-forward)::
 starts with the last layers and frees what they stored before it reaches the other layers, whose
 recomputation needs more memory.
 
-Out is stored with its float32 log-sum-exp, one number per head. Of a mixture of experts all but
-"half" and "full" store the experts of each token, k integers. The D in each line is the layer's
-input. "half" is half-sequence remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it
-recomputes up to half of the attention, because early tokens then have as many keys as late ones.
+Out is stored with its float32 log-sum-exp, one number per head; of Gated DeltaNet it is stored with
+the states before each run of tokens. Of a mixture of experts all but "half" and "full" store the
+experts of each token, k integers. The D in each line is the layer's input. "half" is half-sequence
+remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it recomputes up to half of the
+attention, because early tokens then have as many keys as late ones.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from typing import Any, Literal
 import jax
 
 from burst_jax.attention.api import ring_call
+from burst_jax.linear import CHECKPOINT_NAMES as LINEAR_NAMES
 from burst_jax.models.stack import Layer
 from burst_jax.ring.half_remat import attend_recomputing_half, attend_saving_half
-from burst_jax.ring.vjp import CHECKPOINT_NAMES
+from burst_jax.ring.vjp import CHECKPOINT_NAMES as RING_NAMES
 from pallas_kernels.inputs import Carry
 
 Remat = Literal["none", "selective", "attention", "half", "full", "offload"]
 # (x, weights, frozen, shared, attention_fn) -> ((x, sums), aux), see DecoderLayer.
 LayerWithAux = Callable[..., tuple[tuple[jax.Array, Any], Any]]
 
-# Checkpoint names of a layer's intermediates.
+# Checkpoint names of the outputs of attention, and of the states that arrive at the runs of tokens.
+MIXER_NAMES = (*RING_NAMES, *LINEAR_NAMES)
+# Checkpoint names of a layer's other intermediates.
 LAYER_INPUT = "layer_input"
 ATTENTION_SUM = "attention_sum"
 BEFORE_POST_NORM = "before_post_norm"
@@ -50,12 +54,12 @@ ROUTES = "routes"
 _policies = jax.checkpoint_policies
 _POLICIES = {
     "selective": _policies.save_only_these_names(
-        *CHECKPOINT_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS, ROUTES
+        *MIXER_NAMES, ATTENTION_SUM, BEFORE_POST_NORM, MLP_PRODUCTS, ROUTES
     ),
-    "attention": _policies.save_only_these_names(*CHECKPOINT_NAMES, ROUTES),
+    "attention": _policies.save_only_these_names(*MIXER_NAMES, ROUTES),
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT, *CHECKPOINT_NAMES, ROUTES],
+        names_which_can_be_offloaded=[LAYER_INPUT, *MIXER_NAMES, ROUTES],
         offload_src="device",
         offload_dst="pinned_host",
     ),

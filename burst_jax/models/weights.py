@@ -10,12 +10,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.layers.lora import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.delta_net import WEIGHT_AXES as DELTA_NET_AXES
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
 # Logical axes by the last two names of a weight's path. Weights of the layers are stacked, with a
 # leading dimension "layers". Norms are replicated, and so are biases that are added after a sum
-# over devices. Those of the feed-forward are its class's, FeedForward.weight_axes.
+# over devices. Those of the feed-forward are its class's, FeedForward.weight_axes, those of Gated
+# DeltaNet its own.
 _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("query", "kernel"): ("embed", "heads", None),
     ("key", "kernel"): ("embed", "kv_heads", None),
@@ -49,6 +51,8 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     table, key = _WEIGHT_AXES, names[-2:]
     if names[:2] == ("layers", "mlp"):
         table, key = config.feed_forward.weight_axes, names[2:]
+    if names[:2] == ("layers", "attention") and config.delta_net is not None:
+        table, key = DELTA_NET_AXES, names[2:]
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:
@@ -123,6 +127,8 @@ def _replicates_kv_heads(
 
     Each device then has the weights of all key/value heads, and uses one.
     """
+    if config.delta_net is not None:
+        return False
     count, heads = axes_size(mesh, rules.tensor), config.num_kv_heads
     if heads % count and count % heads:
         raise ValueError(

@@ -79,6 +79,11 @@ def training(
             f"config is a {type(config).__name__}: it must be a DecoderConfig, like "
             "burst_jax.models.load_config(folder)"
         )
+    if config.delta_net is not None:
+        raise NotImplementedError(
+            f"config.delta_net is {config.delta_net}: the planner knows no costs of Gated DeltaNet "
+            "layers yet; it plans decoders with softmax attention"
+        )
     if config.lora is not None:
         raise NotImplementedError(
             f"config.lora is {config.lora}: the planner assumes that all weights are trained; pass "

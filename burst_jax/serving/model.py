@@ -59,6 +59,11 @@ class ServedModel:
     """
 
     def __init__(self, model: Decoder, shard: bool = False) -> None:
+        if model.config.delta_net is not None:
+            raise NotImplementedError(
+                f"config.delta_net is {model.config.delta_net}: serving has no cache for Gated "
+                "DeltaNet layers yet; decode with GatedDeltaNet.prefill and step"
+            )
         if model.config.lora is not None:
             raise ValueError(
                 "the model has LoRA adapters: merge them first, by "

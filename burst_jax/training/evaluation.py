@@ -112,7 +112,9 @@ def evaluation_memory(config: DecoderConfig, tokens: int, *, chunk_size: int = C
       chunk_size: that of :func:`make_eval_step`.
     """
     size, d, experts = jnp.dtype(config.dtype).itemsize, config.embed_dim, config.experts
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    # The inputs of the output projection, and the outputs of all others.
+    sizes = config.mixer_sizes
+    attention = sizes["out"][0] + sum(sizes[name][1] for name in sizes if name != "out")
     hidden = 2 * config.mlp_dim
     if experts is not None:
         hidden = max(experts.per_token * (hidden + 2 * d), 2 * experts.shared_dim)

@@ -25,9 +25,10 @@ _OWN = (
 
 def where(call: WatchedCall, calls: Sequence[WatchedCall]) -> str:
     """A call in a sentence: "attention call 2 of 4 (model.py:57)"."""
-    number = next(i for i, other in enumerate(calls, 1) if other is call)
+    same = [other for other in calls if other.name == call.name]
+    number = next(i for i, other in enumerate(same, 1) if other is call)
     place = "" if call.place is None else f" ({call.place})"
-    return f"attention call {number} of {len(calls)}{place}"
+    return f"{call.name} call {number} of {len(same)}{place}"
 
 
 def sequence_axes_of(call: WatchedCall) -> tuple[str, ...]:
@@ -89,7 +90,11 @@ def replicated_sentences(
     sentences = []
     for axis, those in found.items():
         several = len(those) == len(calls) > 1
-        which = f"all {len(calls)} attention calls" if several else where(those[0], calls)
+        names = {call.name for call in calls}
+        what = "attention" if "attention" in names else "linear attention"
+        if len(names) > 1 and what == "attention":
+            what = "attention and linear attention"
+        which = f"all {len(calls)} {what} calls" if several else where(those[0], calls)
         more = "" if several or len(those) == 1 else f" and {len(those) - 1} more"
         place = those[0].place
         if axis not in ring and place in traced and traced[place].vmapped:
@@ -117,10 +122,12 @@ def without_segments(calls: Sequence[WatchedCall]) -> list[str]:
     if all(have) or not any(have):
         return []
     first = calls[have.index(False)]
-    return [
-        f"{where(first, calls)} has no segment ids, other calls have: there, documents attend to "
-        "each other; pass query_segment_ids and key_value_segment_ids to all"
-    ]
+    mixed = (
+        "documents attend to each other; pass query_segment_ids and key_value_segment_ids to all"
+        if first.name == "attention"
+        else "a document continues the one before it; pass segment_ids to all"
+    )
+    return [f"{where(first, calls)} has no segment ids, other calls have: there, {mixed}"]
 
 
 def options_that_differ(mesh: WatchedCall, one: WatchedCall) -> list[str]:

@@ -178,8 +178,9 @@ class Sentences:
             return "an attention call gives other values on the mesh from the same inputs"
         name = where(call, self.calls)
         if not sequence_axes_of(call):
+            reads = "attends" if call.name == "attention" else "runs"
             return (
-                f"{name} has seq_axis=None, so it attends as if its tokens were in natural order, "
+                f"{name} has seq_axis=None, so it {reads} as if its tokens were in natural order, "
                 f"but they are in the {self.layout} layout: pass the seq_axis of the batch"
             )
         own = getattr(call.arguments, "layout", None)
@@ -207,6 +208,11 @@ class Sentences:
         lines = {Place(*line) for equation in inside for line in source_lines(equation)}
         calls = [c for c in self.calls if c.manual and c.place in lines]
         local = [c for c in calls if not sequence_axes_of(c)]
+        if local and local[0].name != "attention":
+            return (
+                f"{start}: {where(local[0], self.calls)} has no axis_name, so it runs over the "
+                "tokens of its own device only; pass axis_name"
+            )
         if local:
             return (
                 f"{start}: {where(local[0], self.calls)} is local_attention, which attends to the "

@@ -214,6 +214,9 @@ INVALID = {
     "--mesh=tensor=4 --heads=12 --kv-heads=6": (
         "--kv-heads is 6: --mesh has tensor=4, .*; use another --mesh, or other --kv-heads$"
     ),
+    "--mesh=seq=4,heads=2 --mixer=delta-net": "--mesh has heads=2, .* --mixer delta-net use seq or",
+    "--mesh=tensor=2 --mixer=delta-net": "--kv-heads is 1: .* tensor=2, .*; use a multiple of 2",
+    "--mixer=delta-net --remat=half": "--remat is 'half', .*, and --mixer delta-net is given: use",
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",
     "--data=nowhere": "--data is nowhere: there is no such file or folder",
     "--tokenizer=nowhere": "--tokenizer is nowhere: there is no such file",

@@ -67,7 +67,8 @@ def by_formulas(model, tokens, segments, cotangent):
 
     def hidden(weights):
         theta, soft_cap = config.layer_ropes[0].theta, config.logits_soft_cap
-        return plain_model.decoder(merged(weights), tokens, positions, keep, theta, soft_cap)
+        options = theta, soft_cap, segments
+        return plain_model.decoder(merged(weights), tokens, positions, keep, *options)
 
     weights = nnx.to_pure_dict(nnx.state(model))
     out, (gradients,) = plain_model.gradients(hidden, cotangent, weights)

@@ -70,12 +70,72 @@ def attention_layer(params, x, positions, keep, theta, soft_cap=None):
     return jnp.einsum("bnts,bsnh,nhd->btd", weights, v, kernel["out"])
 
 
-def decoder(params, tokens, positions, keep, theta, soft_cap=None):
+def gated_delta_net(params, x, segments):
+    """Gated DeltaNet, token by token; segment 0 is padding, which changes nothing."""
+    valid, same = segments != 0, segments[:, :, None] == segments[:, None]
+    # Whether all tokens from s to t are of one document, or padding.
+    gaps = np.cumsum(np.diff(_last_ids(segments), axis=1, prepend=0) != 0, axis=1)
+    reaches = same & (gaps[:, :, None] == gaps[:, None]) & valid[:, :, None] & valid[:, None]
+
+    def convolved(name):
+        y, taps = x_of(name), params[f"{name}_conv"]
+        total = 0
+        for tap in range(len(taps)):
+            back = len(taps) - 1 - tap
+            moved = jnp.pad(y, [(0, 0), (back, 0), (0, 0), (0, 0)])[:, : y.shape[1]]
+            reads = np.zeros(segments.shape, bool)
+            reads[:, back:] = np.diagonal(reaches, -back, axis1=1, axis2=2)
+            total += jnp.where(reads[..., None, None], moved, 0) * taps[tap]
+        return total / (1 + jnp.exp(-total))
+
+    def x_of(name):
+        kernel = params[name]["kernel"]
+        return jnp.tensordot(x, kernel, 1)
+
+    q, k, v = (convolved(name) for name in ("query", "key", "value"))
+    q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    q, k = (jnp.repeat(y, v.shape[2] // y.shape[2], axis=2) for y in (q, k))
+    beta = 1 / (1 + jnp.exp(-x_of("beta")))
+    decay = jnp.exp(
+        -jnp.exp(params["A_log"]) * jnp.log1p(jnp.exp(x_of("decay") + params["dt_bias"]))
+    )
+    begins = np.diff(gaps, axis=1, prepend=0) != 0
+
+    def step(state, token):
+        q, k, v, decay, beta, begins, valid = token
+        old = jnp.where(begins[:, None, None, None], 0, decay[..., None, None] * state)
+        delta = beta[..., None] * (v - jnp.einsum("bnk,bnkv->bnv", k, old))
+        new = jnp.where(valid[:, None, None, None], old + k[..., None] * delta[..., None, :], state)
+        return new, jnp.einsum("bnk,bnkv->bnv", q, new) * valid[:, None, None]
+
+    tokens = [jnp.moveaxis(y, 1, 0) for y in (q, k, v, decay, beta, begins, valid)]
+    first = jnp.zeros((*v.shape[:1], *k.shape[2:], v.shape[3]), v.dtype)
+    out = jnp.moveaxis(jax.lax.scan(step, first, tokens)[1], 0, 1) / np.sqrt(k.shape[-1])
+    gate = x_of("output_gate")
+    out = rms_norm(out, params["norm"]["scale"]) * gate / (1 + jnp.exp(-gate))
+    return jnp.einsum("btnh,nhd->btd", out, params["out"]["kernel"])
+
+
+def _last_ids(segments):
+    """Ids in which padding has that of the token before it, or at the start of the first one."""
+    filled = np.array(segments)
+    for row in filled:
+        tokens = row[row != 0]
+        last = tokens[0] if len(tokens) else 0
+        for t in range(len(row)):
+            last = row[t] = row[t] or last
+    return filled
+
+
+def decoder(params, tokens, positions, keep, theta, soft_cap=None, segments=None):
     """Hidden states after the final norm; ``params["layers"]`` are stacked along a first axis."""
 
     def layer(x, params):
-        normed = rms_norm(x, params["attention_norm"]["scale"])
-        x = x + attention_layer(params["attention"], normed, positions, keep, theta, soft_cap)
+        normed, mixer = rms_norm(x, params["attention_norm"]["scale"]), params["attention"]
+        if "A_log" in mixer:
+            x = x + gated_delta_net(mixer, normed, segments)
+        else:
+            x = x + attention_layer(mixer, normed, positions, keep, theta, soft_cap)
         normed = rms_norm(x, params["mlp_norm"]["scale"])
         up, gate = (normed @ params["mlp"][name]["kernel"] for name in ("up", "gate"))
         return x + (gate / (1 + jnp.exp(-gate)) * up) @ params["mlp"]["down"]["kernel"], None

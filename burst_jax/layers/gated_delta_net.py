@@ -1,0 +1,466 @@
+"""An nnx linear-attention layer, Gated DeltaNet, for models with sharded, permuted sequences."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from burst_jax.attention.order import reject_wrong_order
+from burst_jax.errors import check_integer, check_positive
+from burst_jax.layers.nnx_layer import KERNEL_INIT, project
+from burst_jax.layers.norm import RMSNorm
+from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
+from burst_jax.parallel.mesh import (
+    AxisNames,
+    axes_size,
+    flat_names,
+    gather_explicit,
+    inside_shard_map,
+    resolve_mesh,
+    with_devices,
+    without_devices,
+)
+
+# Added to the squared norm of a query and of a key, as in transformers' Qwen3-Next.
+NORM_EPSILON = 1e-6
+# Time steps dt at initialization, log-uniform, and decay rates A, uniform (arXiv 2412.06464).
+TIME_STEPS = (1e-3, 0.1)
+DECAY_RATES = (1.0, 16.0)
+# Each tap of a depthwise convolution is uniform in +- 1 / sqrt(taps).
+CONV_INIT = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+class DeltaNetState(NamedTuple):
+    """What :meth:`GatedDeltaNet.step` needs of the tokens before; a pytree of fixed size.
+
+    Attributes:
+      state: float32 ``[B, N, H, Hv]``, that of :func:`burst_jax.linear.gated_delta_rule`.
+      query: ``[B, W - 1, K, H]``, the convolution's inputs at the last W - 1 tokens; 0 where the
+        document has fewer.
+      key: ``[B, W - 1, K, H]``, the same for keys.
+      value: ``[B, W - 1, N, Hv]``, the same for values.
+    """
+
+    state: jax.Array
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+class GatedDeltaNet(nnx.Module):
+    """Gated DeltaNet over a mesh, the linear-attention layer of Qwen3-Next.
+
+    ::
+
+        q, k, v = (silu(conv(x W)) for W in (Wq, Wk, Wv))     # [B,T,K,H] [B,T,K,H] [B,T,N,Hv]
+        beta = sigmoid(x Wb)                                  # [B,T,N]
+        g = -exp(A_log) softplus(x Wa + dt_bias)              # [B,T,N]
+        o = gated_delta_rule(q / |q|, k / |k|, v, g, beta)    # [B,T,N,Hv]
+        out = (norm(o) silu(x Wz)) Wo                         # [B,T,D]
+
+    B batch, T length, D features, N value heads, K key heads, H head dim of queries and keys, Hv
+    head dim of values, W taps. ``conv`` is a causal depthwise convolution
+    (:func:`burst_jax.linear.short_convolution`), ``norm`` an RMS norm of each head over Hv. Gates
+    and norms are computed in float32.
+
+    Inside a ``shard_map`` over the sequence axes (over any axis, if the sequence is not sharded)
+    the layer's input and weights are one device's. Along ``tensor_axis`` a device has the weights
+    of its own heads, and the output projections of all devices' heads are summed.
+
+    Args:
+      in_features: number of features of the input, D.
+      num_heads: number of value heads, N.
+      num_key_heads: number of query and key heads, K, a divisor of N; None is N. Value head h uses
+        key head ``h // (N // K)``.
+      head_dim: number of features of a query and key head, H.
+      value_head_dim: number of features of a value head, Hv; None is H.
+      out_features: number of features of the output; None is D.
+      conv_taps: number of taps of the convolutions, W.
+      norm_epsilon: epsilon of the output's norm.
+      dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
+      param_dtype: floating dtype of the weights, but for ``A_log`` and ``dt_bias``, which are
+        float32.
+      kernel_init: initializer of the input projections.
+      out_kernel_init: initializer of the output kernel; None is ``kernel_init``.
+      rngs: random numbers for the initializers (stream "params").
+      mesh: as in :func:`burst_jax.linear.gated_delta_rule`, like the next six.
+      seq_axis: the mesh axes that shard the tokens; None if none does.
+      batch_axis: the mesh axes that shard the batch.
+      tensor_axis: the mesh axes that shard the heads, K and N.
+      layout: "contiguous" or "zigzag".
+      padding_id: the segment id of padding.
+      implementation: that of the gated delta rule; None is the fastest that supports the call.
+
+    Raises:
+      ValueError: sizes that do not fit together, or an unknown layout.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_key_heads: int | None = None,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        out_features: int | None = None,
+        conv_taps: int = 4,
+        norm_epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = KERNEL_INIT,
+        out_kernel_init: nnx.Initializer | None = None,
+        rngs: nnx.Rngs,
+        mesh: Mesh | AbstractMesh | None = None,
+        seq_axis: AxisNames = "seq",
+        batch_axis: AxisNames = None,
+        tensor_axis: AxisNames = None,
+        layout: LayoutLike = "contiguous",
+        padding_id: int = 0,
+        implementation: str | None = None,
+    ) -> None:
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        check_sizes(num_heads, num_key_heads, head_dim, value_head_dim, conv_taps)
+        check_positive("norm_epsilon", norm_epsilon)
+        parse_layout(layout)
+        self.num_heads, self.num_key_heads = num_heads, num_key_heads
+        # A tuple, because nnx hashes the static attributes of a module.
+        self.options: tuple[tuple[str, Any], ...] = (
+            ("batch_axis", batch_axis),
+            ("implementation", implementation),
+            ("layout", layout),
+            ("mesh", mesh),
+            ("padding_id", padding_id),
+            ("seq_axis", seq_axis),
+            ("tensor_axis", tensor_axis),
+        )
+        linear = functools.partial(
+            nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        to_heads = functools.partial(linear, in_features, kernel_init=kernel_init)
+        key_heads, value_heads = (num_key_heads, head_dim), (num_heads, value_head_dim)
+        self.query = to_heads(key_heads)
+        self.key = to_heads(key_heads)
+        self.value = to_heads(value_heads)
+        self.output_gate = to_heads(value_heads)
+        self.beta = to_heads(num_heads)
+        self.decay = to_heads(num_heads)
+        self.out = linear(
+            value_heads,
+            in_features if out_features is None else out_features,
+            axis=(-2, -1),
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+        )
+
+        def taps(heads: tuple[int, int]) -> nnx.Param:
+            found = CONV_INIT(rngs.params(), (conv_taps, math.prod(heads)), param_dtype)
+            return nnx.Param(found.reshape(conv_taps, *heads))
+
+        self.query_conv, self.key_conv, self.value_conv = map(
+            taps, (key_heads, key_heads, value_heads)
+        )
+        rates = jax.random.uniform(
+            rngs.params(), (num_heads,), jnp.float32, DECAY_RATES[0], DECAY_RATES[1]
+        )
+        self.A_log = nnx.Param(jnp.log(rates))
+        low, high = map(math.log, TIME_STEPS)
+        steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, low, high))
+        # softplus of it is the time step.
+        self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
+        self.norm = RMSNorm(value_head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | np.ndarray | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes the tokens of the whole sequence.
+
+        Args:
+          x: ``[B, T, D]``, tokens in the order of the option ``layout``.
+          positions: integers ``[B, T]`` or ``[T]``: each token's position in its sequence, in the
+            order of the tokens (:func:`burst_jax.positions`). The layer does not need them, and
+            checks their order as :class:`burst_jax.BurstAttention` does. None checks nothing.
+          segment_ids: integers ``[B, T]`` in the order of the tokens, an id per document, and
+            ``padding_id`` for padding; None is one document.
+
+        Returns:
+          ``[B, T, out_features]`` in the dtype of the computation; 0 for padding.
+
+        Raises:
+          ValueError: wrong shapes or dtypes, or positions in another order than the tokens. Under
+            ``jit`` the values of positions are unknown: a sequence with such positions becomes NaN
+            instead.
+          NotImplementedError: a striped or balanced layout.
+        """
+        out = self.mix(x, segment_ids)
+        options = dict(self.options) | {"is_causal": True}
+        if positions is None or self._mesh() is None:
+            return out
+        if segment_ids is not None and options["padding_id"]:
+            segment_ids = segment_ids - options["padding_id"]  # The check's padding is 0.
+        return reject_wrong_order(out, positions, segment_ids, options)
+
+    def mix(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """The call, without positions."""
+        return self._mix(x, segment_ids)[0]
+
+    def prefill(
+        self, x: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, DeltaNetState]:
+        """The call, and the state after each sequence's last token, for :meth:`step`.
+
+        Sequences of different lengths end with padding, which may also be elsewhere.
+
+        Args:
+          x: ``[B, T, D]``, as in the call.
+          segment_ids: as in the call. The state is that of the last document.
+
+        Returns:
+          ``(out, state)``.
+
+        Raises:
+          NotImplementedError: inside a ``shard_map``.
+        """
+        options = dict(self.options)
+        if inside_shard_map(options["seq_axis"]):
+            raise NotImplementedError(
+                "GatedDeltaNet.prefill is called inside a shard_map, where a device lacks the "
+                "sequence's last tokens: call it on global arrays"
+            )
+        out, state = self._mix(x, segment_ids, return_state=True)
+        assert state is not None
+        layer = gather_explicit(self)
+        tokens, valid = self._last_tokens(x, segment_ids)
+
+        def tail(linear: nnx.LinearGeneral) -> jax.Array:
+            inputs = project(linear, tokens)
+            return jnp.where(valid[..., None, None], inputs, jnp.zeros((), inputs.dtype))
+
+        return out, DeltaNetState(state, *map(tail, (layer.query, layer.key, layer.value)))
+
+    def initial_state(self, batch: int, dtype: DTypeLike | None = None) -> DeltaNetState:
+        """The state before the first token.
+
+        Args:
+          batch: number of sequences, B.
+          dtype: of the convolution's inputs; None is that of the computation, or of the weights if
+            the layer has none.
+        """
+        batch = check_integer("batch", batch, 1)
+        taps, *key_heads = self.query_conv.shape
+        value_heads = self.value_conv.shape[1:]
+        dtype = self.query.dtype or self.query.param_dtype if dtype is None else dtype
+        keys, values = (
+            jnp.zeros((batch, taps - 1, *heads), dtype) for heads in (key_heads, value_heads)
+        )
+        state = jnp.zeros((batch, value_heads[0], key_heads[1], value_heads[1]), jnp.float32)
+        return DeltaNetState(state, keys, keys, values)
+
+    def step(self, x: jax.Array, state: DeltaNetState) -> tuple[jax.Array, DeltaNetState]:
+        """One token of each sequence, for decoding.
+
+        Args:
+          x: ``[B, D]``.
+          state: of the tokens before, from :meth:`prefill`, :meth:`initial_state` or a step. It has
+            the same size for sequences of any length.
+
+        Returns:
+          ``(out, state)``: ``[B, out_features]``, and the state after the token.
+
+        Raises:
+          ValueError: ``x`` or the state has another shape.
+        """
+        if x.ndim != 2:
+            raise ValueError(f"x has shape {x.shape}: a step needs [B, features], one token each")
+        if state.query.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"x has shape {x.shape}, and the state is that of {state.query.shape[0]} "
+                "sequences: pass one token for each of them"
+            )
+        layer = gather_explicit(self)
+        x = x[:, None]
+        convolved, tails = [], []
+        for name in ("query", "key", "value"):
+            inputs, tail = project(getattr(layer, name), x), getattr(state, name)
+            window = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
+            taps = getattr(layer, f"{name}_conv")[...]
+            total = (window.astype(jnp.float32) * taps.astype(jnp.float32)).sum(1)
+            convolved.append(jax.nn.silu(total.astype(inputs.dtype)))
+            tails.append(window[:, 1:])
+        query, key, value = convolved
+        decay, beta = layer.gates(x)
+        out, new = gated_delta_rule_step(
+            unit(query), unit(key), value, decay[:, 0], beta[:, 0], state.state
+        )
+        return layer._output(out[:, None], x)[:, 0], DeltaNetState(new, *tails)
+
+    def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``(log decay, beta)``, float32 ``[B, T, N]`` each."""
+        wide = jnp.float32
+        time_step = jax.nn.softplus(project(self.decay, x).astype(wide) + _wide(self.dt_bias))
+        return -jnp.exp(_wide(self.A_log)) * time_step, jax.nn.sigmoid(
+            project(self.beta, x).astype(wide)
+        )
+
+    def _mix(
+        self, x: jax.Array, segment_ids: jax.Array | None, *, return_state: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """``(out, state)`` of the call; the state is None unless requested."""
+        if x.ndim != 3:
+            raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
+        options: Any = dict(self.options)
+        implementation = options.pop("implementation")
+        if inside := inside_shard_map(options["seq_axis"]):
+            axes = flat_names(options["seq_axis"])
+            options = {
+                "axis_name": axes or None,
+                "seq_axis": None,
+                "layout": options["layout"],
+                "padding_id": options["padding_id"],
+            }
+        else:
+            self._check_explicit_heads()
+        layer = gather_explicit(self)
+        if inside:
+            layer._check_local_heads()
+
+        def convolved(linear: nnx.LinearGeneral, taps: nnx.Param) -> jax.Array:
+            inputs = project(linear, x)
+            flat = inputs.reshape(*inputs.shape[:2], -1)
+            weight = taps[...].reshape(taps.shape[0], -1)
+            out = short_convolution(flat, weight, segment_ids=segment_ids, **options)
+            return jax.nn.silu(out).reshape(inputs.shape)
+
+        query = unit(convolved(layer.query, layer.query_conv))
+        key = unit(convolved(layer.key, layer.key_conv))
+        value = convolved(layer.value, layer.value_conv)
+        found = gated_delta_rule(
+            query, key, value, *layer.gates(x), segment_ids=segment_ids,
+            implementation=implementation, return_final_state=return_state, **options,
+        )  # fmt: skip
+        out, state = found if isinstance(found, tuple) else (found, None)
+        return layer._output(out, x), state
+
+    def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
+        gate = jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
+        gated = (self.norm(out.astype(jnp.float32)) * gate).astype(out.dtype)
+        tensor_axis = dict(self.options)["tensor_axis"]
+        return project(self.out, gated, summed_over=tensor_axis)
+
+    def _last_tokens(
+        self, x: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """``x`` of each sequence's last W - 1 tokens, and whether these are of its last document.
+
+        ``[B, W - 1, D]`` and bool ``[B, W - 1]``, in natural order.
+        """
+        options, halo = dict(self.options), self.query_conv.shape[0] - 1
+        mesh, length = self._mesh(), x.shape[1]
+        shards = 1 if mesh is None else axes_size(mesh, options["seq_axis"])
+        order = parse_layout(options["layout"]).fixed_positions(length, shards)
+        index_of = np.argsort(order)
+        before = jnp.arange(-halo + 1, 1, dtype=jnp.int32)
+        if segment_ids is None:
+            wanted = jnp.broadcast_to(length - 1 + before, (x.shape[0], halo))
+            valid = wanted >= 0
+        else:
+            ids = segment_ids[:, index_of]
+            present = ids != options["padding_id"]
+            last = jnp.max(jnp.where(present, jnp.arange(length, dtype=jnp.int32), -1), axis=1)
+            wanted = last[:, None] + before
+            at = jnp.clip(wanted, 0, length - 1)
+            near, is_token = (jnp.take_along_axis(a, at, axis=1) for a in (ids, present))
+            same = (near == near[:, -1:]) & (wanted >= 0)
+            # Behind the last token of another document.
+            unbroken = jnp.cumprod(jnp.flip(same | ~is_token, 1).astype(jnp.int32), axis=1)
+            valid = same & is_token & (jnp.flip(unbroken, 1) > 0)
+        at = jnp.asarray(index_of, jnp.int32)[jnp.clip(wanted, 0, length - 1)]
+        return jnp.take_along_axis(x, at[..., None], axis=1), valid
+
+    def _mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh of the arrays; None on one device."""
+        mesh = dict(self.options)["mesh"]
+        if mesh is None and jax.sharding.get_abstract_mesh().empty:
+            return None
+        return resolve_mesh(mesh)
+
+    def _check_local_heads(self) -> None:
+        """Raises ValueError unless devices along ``tensor_axis`` have different heads."""
+        axes = flat_names(dict(self.options)["tensor_axis"])
+        devices = math.prod(lax.axis_size(axis) for axis in axes)
+        for name, kind, heads in (
+            ("key", "key", self.num_key_heads),
+            ("value", "value", self.num_heads),
+        ):
+            local = getattr(self, name).kernel.shape[-2]
+            if local * devices != heads:
+                raise ValueError(
+                    f"tensor_axis is {axes}, {devices} devices, and each has the weights of "
+                    f"{local} of {heads} {kind} heads: inside a shard_map shard the heads of all "
+                    "weights over it, or leave tensor_axis out"
+                )
+
+    def _check_explicit_heads(self) -> None:
+        """Raises NotImplementedError if heads are sharded over an Explicit axis.
+
+        Weights are gathered over Explicit axes, so the projections would not be sharded.
+        """
+        options = dict(self.options)
+        names, mesh = flat_names(options["tensor_axis"]), self._mesh()
+        if mesh is not None and set(mesh.explicit_axes).intersection(names):
+            raise NotImplementedError(
+                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: GatedDeltaNet "
+                "gathers its weights over Explicit axes; make the axis Auto "
+                "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = tuple(without_devices(dict(self.options)).items())
+        return super().__getstate__() | {"options": saved}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        options = tuple(with_devices(dict(state["options"])).items())
+        super().__setstate__(dict(state) | {"options": options})
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """``x / sqrt(|x|^2 + 1e-6)`` over the last axis, computed in float32."""
+    wide = x.astype(jnp.float32)
+    norm = lax.rsqrt(jnp.sum(jnp.square(wide), -1, keepdims=True) + NORM_EPSILON)
+    return (wide * norm).astype(x.dtype)
+
+
+def check_sizes(
+    num_heads: int, num_key_heads: int, head_dim: int, value_head_dim: int, conv_taps: int
+) -> None:
+    """Raises ValueError for sizes of :class:`GatedDeltaNet` that do not fit together."""
+    sizes = {
+        "num_heads": num_heads, "num_key_heads": num_key_heads, "head_dim": head_dim,
+        "value_head_dim": value_head_dim, "conv_taps": conv_taps,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        check_integer(name, size, 1, 2**31 - 1)
+    if num_heads % num_key_heads:
+        raise ValueError(
+            f"num_heads is {num_heads}, num_key_heads {num_key_heads}: num_heads must be a "
+            "multiple of num_key_heads"
+        )
+
+
+def _wide(weight: nnx.Param) -> jax.Array:
+    return weight[...].astype(jnp.float32)

@@ -1,0 +1,117 @@
+"""``DeltaNet``: sizes of a decoder's Gated DeltaNet layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from burst_jax.errors import shown
+from burst_jax.layers.gated_delta_net import check_sizes
+from burst_jax.parallel.rules import LogicalAxes
+
+# The decoder's options that a layer accepts.
+OPTIONS = (
+    "mesh",
+    "seq_axis",
+    "batch_axis",
+    "tensor_axis",
+    "layout",
+    "padding_id",
+    "implementation",
+)
+# Fields of DecoderConfig that softmax attention alone reads.
+_OF_ATTENTION = (
+    "num_heads", "num_kv_heads", "head_dim", "rope_theta", "logits_soft_cap", "qk_norm", "rope",
+    "layer_pattern", "qkv_bias", "out_bias", "attention_scale", "attention_sinks",
+)  # fmt: skip
+# Logical axes by a weight's path in the layer.
+WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
+    **{(name, "kernel"): ("embed", "heads", None) for name in ("query", "key", "value")},
+    ("output_gate", "kernel"): ("embed", "heads", None),
+    ("beta", "kernel"): ("embed", "heads"),
+    ("decay", "kernel"): ("embed", "heads"),
+    ("out", "kernel"): ("heads", None, "embed"),
+    **{(f"{name}_conv",): (None, "heads", None) for name in ("query", "key", "value")},
+    ("A_log",): ("heads",),
+    ("dt_bias",): ("heads",),
+    ("norm", "scale"): (None,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of a decoder's Gated DeltaNet layers (:class:`burst_jax.GatedDeltaNet`).
+
+    Attributes:
+      num_heads: number of value heads, N.
+      num_key_heads: number of query and key heads, K, a divisor of N.
+      head_dim: number of features of a query and key head, H.
+      value_head_dim: number of features of a value head, Hv.
+      conv_taps: number of taps of the convolutions.
+
+    Raises:
+      ValueError: a size below 1, or sizes that do not fit together.
+    """
+
+    num_heads: int = 4
+    num_key_heads: int = 2
+    head_dim: int = 64
+    value_head_dim: int = 64
+    conv_taps: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(**dataclasses.asdict(self))
+
+    def projections(self, embed_dim: int) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of the projections by name."""
+        keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_head_dim
+        sizes = {
+            "query": keys, "key": keys, "value": values, "output_gate": values,
+            "beta": self.num_heads, "decay": self.num_heads,
+        }  # fmt: skip
+        return {name: (embed_dim, size) for name, size in sizes.items()} | {
+            "out": (values, embed_dim)
+        }
+
+    @property
+    def train_flops_per_token(self) -> float:
+        """Floating point operations of the recurrence, per token of a forward and backward pass.
+
+        Three products of ``2 N H Hv`` (the state with a key, the update, the state with a query),
+        and twice that backward.
+        """
+        return 18.0 * self.num_heads * self.head_dim * self.value_head_dim
+
+
+def check_config(config: Any) -> None:
+    """Raises for fields of a ``DecoderConfig`` that its Gated DeltaNet layers would ignore.
+
+    Raises:
+      ValueError: a field of softmax attention is not its default.
+      NotImplementedError: half-sequence remat.
+    """
+    if not isinstance(config.delta_net, DeltaNet):
+        raise ValueError(f"delta_net is {shown(config.delta_net)}: use a DeltaNet, or None")
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in _OF_ATTENTION:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(
+                f"{name} is {shown(value)}, and delta_net is given: its layers have no softmax "
+                f"attention, which {name} is of; leave it out (DeltaNet has its own sizes)"
+            )
+    if config.remat == "half":
+        raise NotImplementedError(
+            "remat is 'half', which recomputes softmax attention, and delta_net is given: use "
+            "another remat"
+        )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for options of a decoder that its Gated DeltaNet layers would ignore."""
+    for name, value in options.items():
+        if name not in OPTIONS and value is not None:
+            raise TypeError(
+                f"{name} is given, and the decoder's layers are Gated DeltaNet (delta_net), which "
+                f"accept {', '.join(OPTIONS)}: leave it out"
+            )

@@ -1,0 +1,251 @@
+"""GatedDeltaNet against plain JAX in float64, token by token."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_model
+import pytest
+from flax import nnx
+from implementations import quick_jit
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import assert_close, mesh_of, random_like
+
+from burst_jax import GatedDeltaNet, from_layout, positions, to_layout
+from burst_jax.layers.gated_delta_net import DECAY_RATES, TIME_STEPS
+
+B, T, D, N, K, H, HV = 2, 32, 24, 4, 2, 6, 10
+X = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
+COTANGENT = np.random.default_rng(2).standard_normal((B, T, D))
+# Two documents, the first of which ends inside of a shard, and padding inside and at the end.
+SEGMENTS = np.ones((B, T), np.int32)
+SEGMENTS[0, 11:], SEGMENTS[0, 20:23], SEGMENTS[0, 5], SEGMENTS[1, 29:] = 2, 0, 0, 0
+
+
+def created(**changes: Any):
+    options: Any = {"num_key_heads": K, "head_dim": H, "value_head_dim": HV, "rngs": nnx.Rngs(0)}
+    options |= changes
+    return GatedDeltaNet(D, N, **options)
+
+
+@functools.cache
+def weights():
+    """By one program."""
+    state = quick_jit(lambda: nnx.state(created()))()
+    # A scale of 1 would hide a missing product.
+    state["norm"]["scale"] = state["norm"]["scale"].replace(jnp.linspace(0.5, 2.0, HV))
+    return state
+
+
+def make_layer(**options: Any):
+    return nnx.merge(nnx.split(nnx.eval_shape(lambda: created(**options)))[0], weights())
+
+
+@functools.cache
+def truth():
+    params = nnx.to_pure_dict(weights())
+    out, gradients = plain_model.gradients(
+        lambda params, x: plain_model.gated_delta_net(params, x, SEGMENTS), COTANGENT, params, X
+    )
+    return out, *gradients
+
+
+def results(layer, layout="contiguous", shards=1, ids=SEGMENTS):
+    """Output and gradients in natural order, of a call that checks its positions."""
+    graphdef, params = nnx.split(layer)
+
+    @quick_jit
+    def run(params, x):
+        def f(params, x):
+            x, segments = to_layout((x, jnp.asarray(ids)), layout, shards)
+            order = jnp.asarray(positions(layout, T, shards))
+            return from_layout(nnx.merge(graphdef, params)(x, order, segments), layout, shards)
+
+        out, vjp = jax.vjp(f, params, x)
+        cotangent = jnp.asarray(COTANGENT, jnp.float32)
+        if jax.sharding.get_abstract_mesh().explicit_axes:
+            cotangent = jax.reshard(cotangent, jax.typeof(out).sharding)
+        return out, *vjp(cotangent)
+
+    out, d_params, d_x = jax.device_get(run(params, X))
+    return out, nnx.to_pure_dict(d_params), d_x
+
+
+def test_equals_the_formula_on_one_device():
+    got = results(make_layer())
+    assert_close(got, truth(), 2e-6)
+    assert not got[0][SEGMENTS == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "kind"),
+    [
+        ("zigzag", {"data": 2, "seq": 2, "model": 2}, AxisType.Auto),
+        pytest.param(
+            "contiguous", {"data": 2, "seq": 4}, AxisType.Explicit, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_equals_the_formula_on_a_mesh(layout, sizes, kind):
+    tensor_axis = "model" if "model" in sizes else None
+    with jax.set_mesh(mesh_of(kind, **sizes)):
+        layer = make_layer(batch_axis="data", tensor_axis=tensor_axis, layout=layout)
+        got = results(layer, layout, sizes["seq"])
+    assert_close(got, truth(), 2e-6)
+
+
+def test_inside_a_shard_map():
+    """A device has its own heads' weights; a padding id of others, and documents from 0 on."""
+    mesh = mesh_of(seq=2, model=2)
+    layer = make_layer(layout="zigzag", tensor_axis="model", padding_id=-1)
+    graphdef, params = nnx.split(layer)
+
+    def spec(path, _):
+        name, heads = path[-2].key if path[-1].key == "kernel" else path[-1].key, P("model")
+        if name == "scale":
+            return P()
+        if name in ("out", "A_log", "dt_bias"):
+            return heads
+        return P(None, "model")
+
+    specs = jax.tree_util.tree_map_with_path(spec, nnx.to_pure_dict(params))
+    tokens = P(None, "seq")
+
+    @quick_jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(specs, tokens, P("seq"), tokens), out_specs=tokens
+    )
+    def run(params, x, order, ids):
+        state = nnx.eval_shape(lambda: nnx.state(layer))
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graphdef, state)(x, order, ids)
+
+    x, ids = to_layout((X, SEGMENTS - 1), "zigzag", 2)
+    order = positions("zigzag", T, 2)
+    with jax.set_mesh(mesh):
+        out = run(nnx.to_pure_dict(params), x, order, ids)
+    assert_close(from_layout(out, "zigzag", 2), truth()[0], 2e-6)
+
+
+def test_prefill_and_steps_continue_the_sequence():
+    """Prompts of different lengths in a permuted order, then token by token."""
+    want = truth()[0]
+    mesh, lengths = mesh_of(seq=2), np.asarray([24, 16])
+    ids = np.where(np.arange(T) < lengths[:, None], SEGMENTS, 0)
+    layer = make_layer(mesh=mesh, layout="zigzag")
+    x, placed = to_layout((X, jnp.asarray(ids)), "zigzag", 2)
+    out, state = quick_jit(layer.prefill)(x, placed)
+    kept = ids > 0
+    assert_close(np.asarray(from_layout(out, "zigzag", 2))[kept], want[kept], 2e-6)
+    step = quick_jit(layer.step)
+    for more in range(5):
+        at = lengths + more
+        y, state = step(X[np.arange(B), at], state)
+        assert_close(y, want[np.arange(B), at], 2e-6)
+
+
+def test_steps_from_the_first_token_and_after_fewer_tokens_than_taps():
+    layer = make_layer()
+    whole, step = quick_jit(layer)(X), quick_jit(layer.step)
+    for first in (0, 2):
+        state = layer.initial_state(B)
+        if first:
+            _, state = quick_jit(layer.prefill)(X[:, :first])
+        for t in range(first, first + 4):
+            y, state = step(X[:, t], state)
+            assert_close(y, whole[:, t], 2e-6)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, layer.initial_state(B))
+
+
+def test_half_precision_and_dtypes():
+    out = quick_jit(make_layer(dtype=jnp.bfloat16))(X)
+    want = truth()[0]
+    first = SEGMENTS[1] == 1  # Without ids the first document of a sequence is the same.
+    assert out.dtype == jnp.bfloat16
+    error = np.asarray(out, np.float64)[1, first] - want[1, first]
+    assert 1e-4 < np.linalg.norm(error) / np.linalg.norm(want[1, first]) < 3e-2
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    layer = nnx.eval_shape(lambda: created(**options))
+    state = nnx.to_flat_state(nnx.state(layer))
+    wide = {path[0] for path, x in state if x.get_value().dtype == jnp.float32}
+    assert wide == {"A_log", "dt_bias"}
+    state = layer.initial_state(3)
+    assert (state.state.dtype, state.query.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_gates_start_as_in_the_paper():
+    make = functools.partial(GatedDeltaNet, D, 512, head_dim=4)
+    state = quick_jit(lambda: nnx.state(make(rngs=nnx.Rngs(0))))()
+    steps, rates = np.log1p(np.exp(state["dt_bias"][...])), np.exp(state["A_log"][...])
+    for found, (low, high) in ((steps, TIME_STEPS), (rates, DECAY_RATES)):
+        assert low * 0.999 < found.min() < low * 1.3
+        assert high * 0.9 < found.max() < high * 1.001
+
+
+def test_a_layer_can_be_pickled_and_hashed():
+    layer = make_layer(mesh=mesh_of(seq=2), layout="zigzag")
+    again = pickle.loads(pickle.dumps(layer))
+    graphdefs = nnx.split(layer)[0], nnx.split(again)[0]
+    assert graphdefs[0] == graphdefs[1]
+    assert hash(graphdefs[0]) == hash(graphdefs[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_key_heads": 3}, "num_heads is 4, num_key_heads 3: num_heads must be a multiple of"),
+        ({"head_dim": 0}, "head_dim is 0: it must be an integer, at least 1"),
+        ({"conv_taps": 2.5}, "conv_taps is 2.5: it must be an integer"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0: it must be positive and finite"),
+        ({"layout": "zigzig"}, "layout is 'zigzig': use one of"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        created(**options)
+
+
+def test_wrong_calls():
+    layer = make_layer()
+    with pytest.raises(ValueError, match=r"x has shape \(2, 24\): it needs \[B, T, features\]"):
+        layer(X[:, 0])
+    with pytest.raises(
+        ValueError, match=r"x has shape \(2, 32, 24\): a step needs \[B, features\]"
+    ):
+        layer.step(X, layer.initial_state(B))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 24\), and the state is that of 3 seq"):
+        layer.step(X[:, 0], layer.initial_state(3))
+    with pytest.raises(ValueError, match="batch is 0: it must be an integer"):
+        layer.initial_state(0)
+    layer = make_layer(mesh=mesh_of(seq=2), layout="zigzag")
+    with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 2\)"):
+        layer(X, np.arange(T))
+    with pytest.raises(NotImplementedError, match="layout is 'striped', in which neighboring"):
+        make_layer(mesh=mesh_of(seq=2), layout="striped")(X)
+    explicit = mesh_of(AxisType.Explicit, seq=1, model=2)
+    with pytest.raises(NotImplementedError, match="tensor_axis is 'model', an Explicit mesh axis"):
+        make_layer(mesh=explicit, tensor_axis="model")(X)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ("__call__", ValueError, "2 devices, and each has the weights of 2 of 2 key heads: inside"),
+        ("prefill", NotImplementedError, "GatedDeltaNet.prefill is called inside a shard_map"),
+    ],
+)
+def test_wrong_calls_inside_a_shard_map(call, error, message):
+    mesh, layer = mesh_of(seq=2, model=2), make_layer(tensor_axis="model")
+    with pytest.raises(error, match=message):
+        jax.eval_shape(
+            jax.shard_map(
+                getattr(layer, call), mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
+            ),
+            X,
+        )

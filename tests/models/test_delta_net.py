@@ -1,0 +1,211 @@
+"""Decoders with Gated DeltaNet layers: by their formulas, on meshes, in training."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import decoders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from implementations import QUICK
+from jax.sharding import NamedSharding
+from meshes import assert_close, mesh_of
+
+from burst_jax import ShardingRules, plan
+from burst_jax.models import (
+    Decoder,
+    DecoderConfig,
+    DeltaNet,
+    LayerKind,
+    Lora,
+    Rope,
+    abstract_decoder,
+)
+from burst_jax.models import save as save_model
+from burst_jax.serving import Generator
+from burst_jax.training import (
+    evaluation_memory,
+    init_train_state,
+    make_batch,
+    make_optimizer,
+    make_train_step,
+    place_batch,
+)
+
+B, T = 2, 32
+SIZES = DeltaNet(num_heads=4, num_key_heads=2, head_dim=6, value_head_dim=8)
+CONFIG = DecoderConfig(vocab_size=48, num_layers=2, embed_dim=16, mlp_dim=24, delta_net=SIZES)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
+SEGMENTS = np.ones((B, T), np.int32)
+SEGMENTS[0, 13:], SEGMENTS[0, 20:22], SEGMENTS[1, 30:] = 2, 0, 0
+COTANGENT = RNG.standard_normal((B, T, 16)).astype(np.float32) * (SEGMENTS > 0)[..., None]
+SLOW = pytest.mark.slow
+ADAPTED = ("query", "key", "value", "out", "output_gate", "beta", "decay")
+
+
+def model_on(config=CONFIG, **sizes):
+    mesh = mesh_of(**sizes)
+    model = decoders.initialized(config, mesh=mesh, rules=ShardingRules.of(mesh), layout="zigzag")
+    shardings = model.shardings().weight_specs(nnx.state(model))
+    placed = jax.tree.map(lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec)),
+                          nnx.state(model), shardings)  # fmt: skip
+    return nnx.merge(nnx.split(model)[0], placed)
+
+
+@pytest.mark.parametrize(
+    ("remat", "sizes"),
+    [
+        ("attention", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        pytest.param("selective", {"data": 2, "seq": 4}, marks=SLOW),
+        pytest.param("full", {"seq": 8}, marks=SLOW),
+        pytest.param("none", {"seq": 1}, marks=SLOW),
+    ],
+)
+def test_equals_the_formula(remat, sizes):
+    model = model_on(dataclasses.replace(CONFIG, remat=remat), **sizes)
+    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
+    want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
+    kept = SEGMENTS > 0
+    # Of beta's gradient most cancels: 1e-5 in float32 on one device, too.
+    assert_close((got[0][kept], got[1]), (want[0][kept], want[1]), 2e-5)
+
+
+@SLOW
+def test_adapters_equal_the_formula():
+    pytest.importorskip("qwix")
+    config = dataclasses.replace(CONFIG, lora=Lora(2, targets=ADAPTED))
+    model = model_on(config, fsdp=2, seq=2, tensor=2)
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        # B starts at 0, where A has no gradient.
+        noise = RNG.standard_normal(leaf.get_value().shape).astype(np.float32)
+        module = model
+        for name in path[:-1]:
+            module = getattr(module, str(name))
+        getattr(module, str(path[-1]))[...] = jax.device_put(noise, leaf.get_value().sharding)
+    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
+    want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
+    assert_close(got[1], want[1], 1e-5)
+    assert set(got[1]["layers"]["attention"]) == set(ADAPTED)
+    sizes = [(16, 12)] * 2 + [(16, 32)] * 2 + [(32, 16)] + [(16, 4)] * 2
+    assert config.num_adapter_params == 2 * 2 * sum(map(sum, sizes))
+
+
+def test_saved_states_and_outputs_are_not_computed_again():
+    """One scan of the tokens forward; two more backward, none of which the forward pass repeats."""
+
+    def scans(remat):
+        config = dataclasses.replace(CONFIG, remat=remat)
+        return str(decoders.traced_gradient(config, mesh_of(seq=2), B, T)).count("all_gather[")
+
+    assert scans("attention") == scans("none") < scans("full")
+
+
+ROWS = np.random.default_rng(1).integers(1, CONFIG.vocab_size, (3, 4, T + 1))
+IDS = np.broadcast_to(1 + (np.arange(T + 1) > 13), (4, T + 1)).astype(np.int32)
+
+
+def losses(**sizes):
+    """The losses of three steps on packed documents."""
+    mesh, optimizer = mesh_of(**sizes), make_optimizer(1e-2, 10, warmup_steps=1)
+    options: Any = {"rules": ShardingRules.of(mesh)}
+    _, params, moments = init_train_state(CONFIG, optimizer, mesh, 0, **options)
+    graphdef, _ = abstract_decoder(CONFIG, mesh=mesh, layout="zigzag", **options)
+    step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)
+    found = []
+    for rows in ROWS:
+        batch = make_batch(rows, layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=IDS)
+        axes: Any = {"batch_axis": options["rules"].batch_axes or None, "seq_axis": "seq"}
+        params, moments, metrics = step(params, moments, place_batch(batch, mesh, **axes))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@SLOW
+def test_training_on_meshes_is_that_of_one_device():
+    one, found = losses(seq=1), losses(data=2, fsdp=1, seq=2, tensor=2)
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+    assert len(set(one)) == len(ROWS)
+
+
+def test_costs_count_its_own_projections():
+    width, keys, values = 16, 2 * 6, 4 * 8
+    mixer = width * (2 * keys + 2 * values + 2 * 4) + values * width
+    assert CONFIG.num_matmul_params == 2 * (mixer + 3 * width * 24) + width * 48
+    assert CONFIG.train_flops_per_token(64) == CONFIG.train_flops_per_token(4096)
+    recurrence = 2 * 18 * 4 * 6 * 8
+    assert CONFIG.train_flops_per_token(64) == 6 * CONFIG.num_matmul_params + recurrence
+    wide = dataclasses.replace(CONFIG, mlp_dim=1, vocab_size=1)
+    outputs = 2 * keys + 2 * values + 2 * 4 + values
+    assert evaluation_memory(wide, 64) == 64 * 4 * (2 * width + outputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"delta_net": 3}, ValueError, "delta_net is 3: use a DeltaNet, or None"),
+        (
+            {"num_heads": 8},
+            ValueError,
+            "num_heads is 8, and delta_net is given: its layers have no",
+        ),
+        ({"rope": Rope(1e6)}, ValueError, "rope is Rope.*, which rope is of; leave it out"),
+        ({"qk_norm": False}, ValueError, "qk_norm is False, and delta_net is given"),
+        ({"layer_pattern": (LayerKind(8),)}, ValueError, "layer_pattern is .*, and delta_net is"),
+        ({"remat": "half"}, NotImplementedError, "remat is 'half', which recomputes softmax"),
+    ],
+)
+def test_fields_that_it_would_ignore_raise(change, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_sizes_are_checked():
+    with pytest.raises(
+        ValueError, match="num_heads is 4, num_key_heads 3: num_heads must be a mul"
+    ):
+        DeltaNet(num_key_heads=3)
+
+
+@pytest.mark.parametrize("name", ["dropout_rate", "scale", "ulysses_axis"])
+def test_options_of_attention_raise(name):
+    options: Any = {name: 0.5}
+    with pytest.raises(TypeError, match=f"{name} is given, and the decoder's layers are Gated"):
+        abstract_decoder(CONFIG, **options)
+
+
+def test_what_is_for_softmax_attention_raises(tmp_path):
+    mesh = mesh_of(seq=2)
+    graphdef, shapes = abstract_decoder(CONFIG, mesh=mesh, layout="zigzag")
+    model: Decoder = nnx.merge(graphdef, shapes)
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"prefix_lengths is given, and the layers are Gated Delta"
+    ):
+        jax.eval_shape(lambda x: model(x, x, None, lengths), tokens)
+    with pytest.raises(
+        NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
+    ):
+        Generator(model, max_length=8)
+    with pytest.raises(
+        NotImplementedError, match=r"config.delta_net is DeltaNet.*: the planner kno"
+    ):
+        plan.training(CONFIG, length=1024, batch=8)
+    with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
+        save_model(model, tmp_path, max_length=64)
+    for layout in ("striped", "balanced:0"):
+        _, other = graphdef, abstract_decoder(CONFIG, mesh=mesh, layout=layout)
+        with pytest.raises(NotImplementedError, match=re.escape(f"layout is {layout!r}")):
+            jax.eval_shape(lambda *x, m=other: nnx.merge(*m)(*x), tokens, tokens)
+    rules = ShardingRules.of(mesh_of(tensor=4))
+    wrong: Any = {"mesh": mesh_of(tensor=4), "rules": rules}
+    with pytest.raises(
+        ValueError, match=r"layers.attention.\w+.kernel has shape .*, 2, is sharded"
+    ):
+        nnx.merge(*abstract_decoder(CONFIG, **wrong)).shardings()
