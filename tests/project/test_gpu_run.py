@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -186,23 +183,24 @@ def test_processes_share_a_gpu_s_memory(tmp_path):
     assert run(tmp_path, part("env", shows))[1][0].endswith("4 cpus")
 
 
-def test_mistakes(tmp_path, capsys):
+def test_mistakes(tmp_path, capsys, monkeypatch):
     """No GPU, and no part of that name."""
-    env = dict(os.environ, JAX_PLATFORMS="cpu")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (gpu_run.MISUSED, "")
-    assert done.stderr.startswith("error: JAX finds no GPU here, but cpu: install jax[cuda13], or")
-    assert not (tmp_path / "out").exists()
+    out = ["--out", str(tmp_path / "out")]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpu_run.main(out) == gpu_run.MISUSED
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: JAX finds no GPU here, but cpu: install jax[cuda13], or")
+    # Another process has no need to find the devices again.
+    monkeypatch.setattr(gpu_run, "find_devices", lambda _: HOPPER | {"platform": "cpu"})
     for options, message in (
         (["--small", "nothing"], "no part has ['nothing'] in its name: training, fine-tuning"),
         (["--jobs", "0"], "--jobs is 0, --limit 450: both must be positive"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            gpu_run.main([*options, "--out", str(tmp_path / "out")])
+            gpu_run.main([*options, *out])
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
