@@ -16,12 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax.command_line import Unusable, integer
-from pallas_kernels.linear import xla
+from burst_jax.linear import gated_delta_rule
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
@@ -98,8 +99,16 @@ class Case:
         if self.documents:
             shape = by_head[:2]
             valid = jax.random.uniform(keys[6], shape) > 0.1
-            tokens = Tokens((jax.random.uniform(keys[7], shape) < 0.01) & valid, valid)
-        inputs = Inputs(unit(keys[0]), unit(keys[1]), values(keys[2]), log_decay, beta, tokens)
+            # The first document continues the first state.
+            begins = (jax.random.uniform(keys[7], shape) < 0.01) & (jnp.cumsum(valid, 1) > 1)
+            tokens = Tokens(begins & valid, valid)
+        inputs = Inputs(unit(keys[0]), unit(keys[1]), values(keys[2]), log_decay, beta)
+        if tokens is not None:
+            zeroed: Any = [
+                jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros_like(x))
+                for x in inputs[:5]
+            ]
+            inputs = Inputs(*zeroed, tokens=tokens)
         return inputs, state(keys[8]), values(keys[9]), state(keys[10])
 
 
@@ -130,19 +139,28 @@ def gradients_of(
 
 
 def _plain_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, start: Any) -> Any:
-        return xla.gated_delta_rule(q, k, v, log_decay, beta, start, SCALE, inputs.tokens)
-
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs._replace(tokens=None))
-    return gradients_of(rule, wide, start, do.astype(jnp.float32), last)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), inputs._replace(tokens=None))
+    rule = _rule_of("xla", inputs.tokens)
+    return gradients_of(rule, arrays, start, do.astype(jnp.float32), last)
 
 
 def _kernel_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    def rule(q, k, v, log_decay, beta, start):
-        given = Inputs(q, k, v, log_decay, beta, inputs.tokens)
-        return operation.gated_delta_rule(given, start, SCALE)
+    return gradients_of(_rule_of("mosaic_sm90", inputs.tokens), inputs, start, do, last)
 
-    return gradients_of(rule, inputs, start, do, last)
+
+def _rule_of(implementation: str, tokens: Tokens | None) -> Callable[..., Any]:
+    """``(q, k, v, log_decay, beta, start) -> (o, last)`` as users call it."""
+    ids = None
+    if tokens is not None:
+        ids = jnp.where(tokens.valid, 1 + jnp.cumsum(tokens.begins, 1, dtype=jnp.int32), 0)
+
+    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, start: Any) -> Any:
+        return gated_delta_rule(
+            q, k, v, log_decay, beta, segment_ids=ids, initial_state=start,
+            return_final_state=True, implementation=implementation,
+        )  # fmt: skip
+
+    return rule
 
 
 def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
@@ -251,8 +269,7 @@ def kernel_programs(case: Case) -> list[Program]:
 
 
 def _own_rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> jax.Array:
-    start = jnp.zeros((v.shape[0], v.shape[2], HEAD_DIM, HEAD_DIM), jnp.float32)
-    return operation.gated_delta_rule(Inputs(q, k, v, log_decay, beta), start, SCALE)[0]
+    return gated_delta_rule(q, k, v, log_decay, beta, implementation="mosaic_sm90")
 
 
 def _load(path: Path) -> Any:

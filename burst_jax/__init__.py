@@ -20,10 +20,12 @@ from burst_jax.layers.attention_fn import linen_attention_fn as linen_attention_
 from burst_jax.layers.attention_fn import nnx_attention_fn as nnx_attention_fn
 from burst_jax.layers.linen_layer import LinenBurstAttention as LinenBurstAttention
 from burst_jax.layers.nnx_layer import BurstAttention as BurstAttention
+from burst_jax.layouts.body import in_layout as in_layout
 from burst_jax.layouts.permutation import from_layout as from_layout
 from burst_jax.layouts.permutation import pad_to_layout as pad_to_layout
 from burst_jax.layouts.permutation import positions as positions
 from burst_jax.layouts.permutation import to_layout as to_layout
+from burst_jax.parallel.mesh import axes_of as axes_of
 from burst_jax.parallel.rules import ShardingRules as ShardingRules
 from burst_jax.parallel.xla_options import compiler_options as compiler_options
 from burst_jax.parallel.xla_options import set_compiler_options as set_compiler_options

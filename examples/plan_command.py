@@ -15,9 +15,6 @@ from typing import Any
 from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 
-# JAX preallocates this fraction of a GPU's memory by default.
-_PREALLOCATED = 0.75
-_GIB = 2**30
 # Of a plan's record.
 _NEEDED = {
     "batch", "cluster", "environment", "evaluation", "length", "moment_dtype", "recommended",
@@ -59,9 +56,8 @@ def command(plan: dict[str, Any], model: str = "DIR", ignore: Sequence[str] = ()
     words += ["--seq-len", str(plan["length"]), "--batch", str(plan["batch"])]
     if plan["moment_dtype"] != "float32":
         words += ["--moment-dtype", plan["moment_dtype"]]
-    allocated = float(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED))
-    needed = plan["evaluation"]["device_memory"] / _GIB
-    if hosts * gpus > 1 and hosts == 1 and needed > allocated * cluster["gpu"]["memory"]:
+    # On several hosts the script compares with no device, and one GPU is the mesh itself.
+    if hosts == 1 and gpus > 1 and not plan["evaluation"]["device_fits"]:
         words += ["--one-device", "never"]
     return " ".join(words)
 
@@ -75,7 +71,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         plan = parse(read_bounded(Path(args.plan), MAX_INDEX_BYTES), str(args.plan))
-        if not isinstance(plan, dict) or not plan.keys() >= _NEEDED:
+        if (
+            not isinstance(plan, dict)
+            or not plan.keys() >= _NEEDED
+            or (plan["evaluation"] is not None and "device_fits" not in plan["evaluation"])
+        ):
             raise ValueError(
                 f"{args.plan} is no plan of a training step, or one of another version: write one "
                 "by --json"

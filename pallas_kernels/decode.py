@@ -117,9 +117,9 @@ def partial_attention(
       scale: factor on the logits.
       logits_soft_cap: ``cap tanh(logit / cap)``, or None.
       window: number of positions that a query attends to, including its own; None: unlimited.
-      implementation: that of the other passes' attention. "xla" takes the matmuls. Any other is
-        left out of account: one kernel decodes for all of them, where it can. If it cannot, a
-        :class:`pallas_kernels.SlowerKernelsWarning` has the reason.
+      implementation: that of the other passes' attention. "xla" takes the matmuls. All others take
+        the one kernel that decodes, where it can; elsewhere the matmuls, with the reason in a
+        :class:`pallas_kernels.SlowerKernelsWarning`.
     """
     option: Any = getattr(implementation, "name", implementation)
     target = target_of(query)

@@ -13,7 +13,7 @@ from jax import lax
 
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import permuted
-from burst_jax.linear.runs import Runs
+from burst_jax.linear.runs import DeviceRuns
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.device import Target
 from pallas_kernels.linear.chunks import Tokens
@@ -23,7 +23,7 @@ from pallas_kernels.linear.chunks import Tokens
 class Request:
     """Everything static of a call. Hashable."""
 
-    runs: Runs
+    runs: DeviceRuns
     padding_id: int
 
 
@@ -67,7 +67,7 @@ def _convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Ar
     return total.astype(x.dtype)
 
 
-def _with_halo[Tree](runs: Runs, tree: Tree, halo: int) -> Tree:
+def _with_halo[Tree](runs: DeviceRuns, tree: Tree, halo: int) -> Tree:
     """Arrays of runs, ``[B * count, T / count, ...]``, after the ``halo`` tokens before each."""
     length = jax.tree.leaves(tree)[0].shape[1]
     if length < halo:
@@ -78,7 +78,7 @@ def _with_halo[Tree](runs: Runs, tree: Tree, halo: int) -> Tree:
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y], 1), before, tree)
 
 
-def _before[Tree](runs: Runs, tails: Tree) -> Tree:
+def _before[Tree](runs: DeviceRuns, tails: Tree) -> Tree:
     """What ends before each of this device's runs: ``[count, B, halo, ...]``, zeros at the start.
 
     Zigzag's second runs lead down the devices, and the first of them follows its own device's run.
@@ -100,7 +100,7 @@ def _before[Tree](runs: Runs, tails: Tree) -> Tree:
     return jax.tree.map(lambda *x: jnp.stack(x), *found)
 
 
-def _from_all[Tree](runs: Runs, tree: Tree, halo: int) -> Tree:
+def _from_all[Tree](runs: DeviceRuns, tree: Tree, halo: int) -> Tree:
     """The tokens before each run where runs are shorter than the halo: all are gathered."""
     place = np.argsort(np.array(runs.order).ravel())
 

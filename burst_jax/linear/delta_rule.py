@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import Maps, arriving
-from burst_jax.linear.runs import Runs
+from burst_jax.linear.runs import DeviceRuns
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.device import Target, current_target
 from pallas_kernels.linear.backend import Implementation, Inputs
@@ -41,7 +41,7 @@ class Request:
       implementation: the name of the one that the caller chose, or None.
     """
 
-    runs: Runs
+    runs: DeviceRuns
     scale: float
     padding_id: int
     implementation: str | None
@@ -102,7 +102,7 @@ def _padded(inputs: Inputs, multiple: int) -> Inputs:
     return jax.tree.map(lambda x: pad_axis(x, 1, length), inputs)
 
 
-def _start(runs: Runs, arrays: Mapping[str, jax.Array]) -> jax.Array:
+def _start(runs: DeviceRuns, arrays: Mapping[str, jax.Array]) -> jax.Array:
     """The initial state at the first run of a sequence, zeros at the others."""
     key, value = arrays["key"], arrays["value"]
     batch, _, heads, values = value.shape
@@ -116,7 +116,7 @@ def _start(runs: Runs, arrays: Mapping[str, jax.Array]) -> jax.Array:
     return runs.in_batch(jnp.where(is_first, initial, 0))
 
 
-def _final(runs: Runs, ends: jax.Array) -> jax.Array:
+def _final(runs: DeviceRuns, ends: jax.Array) -> jax.Array:
     """The state after the last run of a sequence."""
     if runs.total > 1:
         ends = runs.per_run(ends)
@@ -128,7 +128,7 @@ def _final(runs: Runs, ends: jax.Array) -> jax.Array:
 class _Rule(NamedTuple):
     """What is static in the ``custom_vjp``."""
 
-    runs: Runs
+    runs: DeviceRuns
     scale: float
     implementation: Implementation
 

@@ -17,7 +17,7 @@ from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.linear.arrays import DIMENSIONS
-from burst_jax.linear.runs import Runs, runs_of
+from burst_jax.linear.runs import DeviceRuns, device_runs
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -107,9 +107,9 @@ class Devices:
         check_axes(mesh, names)
         return cls(function, mesh, seq, batch, tensor, axes_size(mesh, seq), order)
 
-    def runs(self) -> Runs:
+    def runs(self) -> DeviceRuns:
         """The runs of tokens of each device."""
-        return runs_of(self.layout, self.seq, self.size, self.function)
+        return device_runs(self.layout, self.seq, self.size, self.function)
 
     def check_length(self, length: int, name: str) -> None:
         """Raises ValueError if devices cannot share sequences of this length."""

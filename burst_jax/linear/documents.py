@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.linear.runs import Runs
+from burst_jax.linear.runs import DeviceRuns
 from pallas_kernels.linear.chunks import Tokens
 
 
-def tokens_of(runs: Runs, segment_ids: jax.Array, padding_id: int) -> Tokens:
+def tokens_of(runs: DeviceRuns, segment_ids: jax.Array, padding_id: int) -> Tokens:
     """Of runs in the batch, ``[B * count, T / count]``.
 
     A document is what has one id, whatever padding is in it. It begins where the id of the last
@@ -45,7 +45,7 @@ def _last(ids: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.take_along_axis(ids, at, axis=1)[:, 0]
 
 
-def _ids_before(runs: Runs, own: jax.Array, padding_id: int) -> jax.Array:
+def _ids_before(runs: DeviceRuns, own: jax.Array, padding_id: int) -> jax.Array:
     """The id of the last token before each run that is no padding, ``[B * count]``."""
     own = runs.per_run(own)
     every = lax.all_gather(own, runs.axes) if runs.size > 1 else own[None]

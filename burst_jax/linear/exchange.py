@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.linear.runs import Runs
+from burst_jax.linear.runs import DeviceRuns
 
 
 class Maps(NamedTuple):
@@ -42,7 +42,7 @@ def _product(m: jax.Array, state: jax.Array) -> jax.Array:
     return jnp.matmul(m, state, precision=lax.Precision.HIGHEST)
 
 
-def arriving(runs: Runs, maps: Maps, *, reverse: bool = False) -> jax.Array:
+def arriving(runs: DeviceRuns, maps: Maps, *, reverse: bool = False) -> jax.Array:
     """What arrives at each of this device's runs: all maps before it, applied to zeros in order.
 
     Args:
@@ -58,7 +58,7 @@ def arriving(runs: Runs, maps: Maps, *, reverse: bool = False) -> jax.Array:
     return runs.in_batch(found)
 
 
-def _gathered(runs: Runs, own: Maps, reverse: bool) -> jax.Array:
+def _gathered(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
     """Every device gathers all maps and applies them one after the other."""
     every = own
     if runs.size > 1:
@@ -75,7 +75,7 @@ def _gathered(runs: Runs, own: Maps, reverse: bool) -> jax.Array:
     return jnp.stack(states)[runs.total - 1 - here if reverse else here]
 
 
-def _by_steps(runs: Runs, own: Maps, reverse: bool) -> jax.Array:
+def _by_steps(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
     """A parallel prefix over the devices (Hillis and Steele 1986) for each run of a device.
 
     Zigzag's first runs lead up the devices and its second ones down, from the last device back, so
@@ -99,7 +99,7 @@ def _by_steps(runs: Runs, own: Maps, reverse: bool) -> jax.Array:
     return jnp.stack([found[column] for column in columns])
 
 
-def _prefix(runs: Runs, maps: Maps, place: jax.Array, up: bool) -> Maps:
+def _prefix(runs: DeviceRuns, maps: Maps, place: jax.Array, up: bool) -> Maps:
     """The maps of all devices up to this one, composed."""
     distance = 1
     while distance < runs.size:
@@ -110,11 +110,11 @@ def _prefix(runs: Runs, maps: Maps, place: jax.Array, up: bool) -> Maps:
     return maps
 
 
-def _received(runs: Runs, maps: Maps, distance: int, up: bool) -> Maps:
+def _received(runs: DeviceRuns, maps: Maps, distance: int, up: bool) -> Maps:
     return Maps(*permuted(runs, tuple(maps), distance if up else -distance))
 
 
-def permuted[Tree](runs: Runs, tree: Tree, distance: int) -> Tree:
+def permuted[Tree](runs: DeviceRuns, tree: Tree, distance: int) -> Tree:
     """What the device at this distance before this one has; zeros where there is none."""
     # ppermute numbers devices in the mesh's axis order.
     mesh = jax.sharding.get_abstract_mesh()

@@ -16,7 +16,7 @@ GATHERED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class DeviceRuns:
     """How the devices along mesh axes share sequences. Hashable.
 
     A device's runs become sequences of the batch: ``[B, T, ...]`` to ``[B * count, T / count,
@@ -79,7 +79,7 @@ class Runs:
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> Runs:
+def device_runs(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> DeviceRuns:
     """The runs of a layout.
 
     Args:
@@ -99,7 +99,7 @@ def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> 
             "yet; make the batch in 'zigzag', from the documents and segment_ids in natural order"
         )
     if size == 1:
-        return Runs(axes, ((0,),))
+        return DeviceRuns(axes, ((0,),))
     starts, count = found[0], found[0].shape[1]
     if count != found[1].shape[1]:  # Longer sequences have more runs, not longer ones.
         raise NotImplementedError(
@@ -116,4 +116,4 @@ def runs_of(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> 
                 f"layout is {layout!r}: the runs of tokens that {function} supports lead up the "
                 "devices and back down, as in 'zigzag' and 'contiguous'; use one of these"
             )
-    return Runs(axes, tuple(tuple(int(i) for i in row) for row in order), size <= GATHERED)
+    return DeviceRuns(axes, tuple(tuple(int(i) for i in row) for row in order), size <= GATHERED)

@@ -48,6 +48,49 @@ def axes_size(mesh: Mesh | AbstractMesh, *axes: AxisNames) -> int:
     return math.prod(mesh.shape[axis] for axis in flat_names(*axes))
 
 
+def axes_of(spec: PartitionSpec) -> dict[str, AxisNames]:
+    """The axes of ``burst_attention`` for queries that are sharded by ``spec``.
+
+    Frameworks hold the sharding of ``[B, T, N, H]`` as a PartitionSpec::
+
+        burst_attention(query, key, value, mesh=mesh, **axes_of(P("data", "context", "tensor")))
+
+    Args:
+      spec: of the query ``[B, T, N, H]``; dimensions that it leaves out are not sharded.
+
+    Returns:
+      ``{"batch_axis": ..., "seq_axis": ..., "tensor_axis": ...}``: an axis's name, a tuple of
+      names, or None.
+
+    Raises:
+      ValueError: it is no PartitionSpec, has more than four entries or one that names no axes, or
+        shards the head dim.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"spec is a {type(spec).__name__}: it must be a jax.sharding.PartitionSpec, "
+            "of a NamedSharding its .spec"
+        )
+    entries = [() if entry is None else entry for entry in spec]
+    names = [(entry,) if isinstance(entry, str) else entry for entry in entries]
+    if len(names) > 4 or not all(isinstance(entry, tuple) for entry in names):
+        raise ValueError(
+            f"spec is {spec}: it needs up to four entries, of [B, T, N, H], each None, a mesh "
+            "axis's name or a tuple of names"
+        )
+    batch, seq, heads, head_dim = [*names, (), (), (), ()][:4]
+    if head_dim:
+        raise ValueError(
+            f"spec is {spec}, which shards the head dim over {head_dim}: attention needs whole "
+            "heads; shard the number of heads instead, the third entry"
+        )
+
+    def axes(entry: tuple[str, ...]) -> AxisNames:
+        return (entry[0] if len(entry) == 1 else entry) if entry else None
+
+    return {"batch_axis": axes(batch), "seq_axis": axes(seq), "tensor_axis": axes(heads)}
+
+
 def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
     """Number of devices along the mesh axis that an argument of ``burst_attention`` names."""
     if axis not in mesh.axis_names:

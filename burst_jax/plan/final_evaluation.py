@@ -27,12 +27,14 @@ class FinalEvaluation:
       mesh_seconds: on the mesh.
       device_seconds: again on one device, which the results are compared with.
       device_memory: bytes on that device: all weights, its shard of them, and one batch.
+      device_fits: whether they fit in what JAX allocates there.
     """
 
     batches: int
     mesh_seconds: float
     device_seconds: float
     device_memory: int
+    device_fits: bool
 
 
 def final_evaluation(
@@ -44,6 +46,7 @@ def final_evaluation(
     batch: int,
     shard: int,
     mesh_seconds: float,
+    allocated: float,
 ) -> FinalEvaluation:
     """The evaluation that follows a training.
 
@@ -55,6 +58,7 @@ def final_evaluation(
       batch: batch size.
       shard: bytes of the weights that a device of the mesh stores.
       mesh_seconds: of one batch on the mesh.
+      allocated: bytes of a GPU that JAX allocates.
     """
     alone = dataclasses.replace(cluster, hosts=1, gpus=1)
     one = TrainingStrategy("replicated", 1, (1,), 1, "contiguous", "attention")
@@ -70,4 +74,5 @@ def final_evaluation(
         mesh_seconds=EVAL_BATCHES * mesh_seconds,
         device_seconds=EVAL_BATCHES * evaluation_seconds(sizes, alone, attentions),
         device_memory=needed,
+        device_fits=needed <= allocated,
     )

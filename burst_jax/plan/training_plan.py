@@ -146,10 +146,12 @@ class TrainingPlan:
         best = self.best
         if best is None:
             return None
+        fraction = float(self.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _JAX_PREALLOCATES))
         return final_evaluation(
             dataclasses.replace(self.config, mlp_chunks=best.strategy.mlp_chunks),
             self.shapes, self.cluster, length=self.length, batch=self.batch,
             shard=best.memory.weights, mesh_seconds=best.evaluation_seconds,
+            allocated=fraction * self.cluster.gpu.memory * _GIB,
         )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
@@ -339,9 +341,8 @@ class TrainingPlan:
         )
         if self.cluster.size == 1 or self.cluster.hosts > 1:
             return f"{line}."
-        fraction = float(self.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _JAX_PREALLOCATES))
-        needed = found.device_memory / _GIB
-        if needed > fraction * self.cluster.gpu.memory:
+        if not found.device_fits:
+            needed = found.device_memory / _GIB
             return f"{line}, not on one GPU, which would need {needed:.0f} GiB."
         return f"{line}, and {_duration(found.device_seconds)} on one GPU."
 

@@ -16,7 +16,7 @@ from pallas_kernels.linear.chunks import Tokens
 
 
 class Inputs(NamedTuple):
-    """The arrays.
+    """The arrays, with zeros in padding.
 
     Attributes:
       q: ``[B, T, K, H]``.

@@ -15,8 +15,10 @@ HEAD_DIM = 128
 # The gradient of beta is a sum divided by beta^2. With 0 as 2^-14 it is right there, too; float16
 # still has 10 bits of such rows of A, and the output changes by less than bfloat16 shows.
 SMALLEST_BETA = 2.0**-14
-# exp of it is 0 in float32. Sums of a chunk's log decays keep three digits after the point.
+# exp of it is 0 in float32.
 LEAST_LOG_DECAY = -104.0
+# Of LogDecays.coarse: 64 least log decays have less than 2^24 steps, so that their sum is exact.
+_STEP = 2.0**-11
 # Where the vectors are in an array ``[B, N, chunks, VECTORS * 64]``: the decay from the chunk's
 # start to a token (0 if a document begins in between), the decay from a token to the chunk's end
 # (the same), log2 of the decay from the chunk's start, the index in the chunk of the first token
@@ -59,30 +61,87 @@ def cumulative_sum(x: jax.Array, *, reverse: bool = False) -> jax.Array:
     return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
 
 
+class LogDecays(NamedTuple):
+    """Log decays from a chunk's start to each of its tokens, in two parts, float32 ``[..., 64]``.
+
+    The difference of two is the log decay from token to token. Of single sums it would lose the
+    digits of a weak decay behind strong ones: 1e-4 of it if they sum up to thousands.
+
+    Attributes:
+      coarse: sums of log decays rounded to multiples of 2^-11: exact, and so are differences.
+      fine: sums of what rounding left.
+    """
+
+    coarse: jax.Array
+    fine: jax.Array
+
+    def at(self, *index: Any) -> LogDecays:
+        """Those of some tokens, or with further axes."""
+        return LogDecays(self.coarse[index], self.fine[index])
+
+    def since(self, earlier: LogDecays) -> jax.Array:
+        """The log decays from other tokens to these."""
+        return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
+
+    def total(self) -> jax.Array:
+        """The log decays from the chunk's start."""
+        return self.coarse + self.fine
+
+
+class Decays(NamedTuple):
+    """Decays within chunks, ``[..., 64]``.
+
+    Attributes:
+      logs: from a chunk's start, whatever documents begin.
+      into: from a chunk's start; 0 where a document begins in between.
+      out: to a chunk's end, the same.
+      document: int32, how many documents begin in the chunk up to a token; None without documents.
+    """
+
+    logs: LogDecays
+    into: jax.Array
+    out: jax.Array
+    document: jax.Array | None
+
+
+def chunk_decays(log_decay: jax.Array, begins: jax.Array | None = None) -> Decays:
+    """The decays within chunks.
+
+    Args:
+      log_decay: ``[..., 64]``, 0 in padding.
+      begins: bool ``[..., 64]``, whether a document begins; None without documents.
+    """
+    # Less than the least is the same decay; so is the gradient.
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
+    coarse = lax.stop_gradient(jnp.round(log_decay / _STEP) * _STEP)
+    logs = LogDecays(*cumulative_sum(jnp.stack([coarse, log_decay - coarse])))
+    into, out = jnp.exp(logs.total()), jnp.exp(logs.at(..., slice(-1, None)).since(logs))
+    if begins is None:
+        return Decays(logs, into, out, None)
+    document = jnp.cumsum(begins.astype(jnp.int32), -1)
+    into = jnp.where(document == 0, into, 0)
+    return Decays(logs, into, jnp.where(document == document[..., -1:], out, 0), document)
+
+
 def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None = None) -> jax.Array:
     """The vectors of every chunk and head, float32 ``[B, N, chunks, VECTORS * 64]``.
 
     Args:
-      log_decay: ``[B, T, N]``.
+      log_decay: ``[B, T, N]``, 0 in padding.
       beta: ``[B, T, N]``.
       tokens: documents and padding; None without them.
     """
-    log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
     beta = jnp.maximum(beta.astype(jnp.float32), SMALLEST_BETA)
+    begins = None
     if tokens is not None:
-        valid = tokens.valid[..., None]
-        log_decay, beta = jnp.where(valid, log_decay, 0), jnp.where(valid, beta, 0)
-    total = cumulative_sum(cut(log_decay))
-    continues: Any = True
-    is_last: Any = True
-    start = jnp.zeros_like(total)
-    if tokens is not None:
-        begins = cut(tokens.begins[..., None]).astype(jnp.int32)
+        beta = jnp.where(tokens.valid[..., None], beta, 0)
+        begins = cut(tokens.begins[..., None])
+    decays = chunk_decays(cut(log_decay), begins)
+    log = decays.logs.total()
+    start = jnp.zeros_like(log)
+    if begins is not None:
         index = jnp.arange(CHUNK, dtype=jnp.int32)
-        first = lax.cummax(jnp.where(begins > 0, index, 0), axis=3)
-        start = jnp.broadcast_to(first, total.shape).astype(jnp.float32)
-        document = jnp.cumsum(begins, -1)
-        continues, is_last = document == 0, document == document[..., -1:]
-    into = jnp.where(continues, jnp.exp(total), 0)
-    out = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)
-    return jnp.concatenate([into, out, total * math.log2(math.e), start, cut(beta)], -1)
+        first = lax.cummax(jnp.where(begins, index, 0), axis=3)
+        start = jnp.broadcast_to(first, log.shape).astype(jnp.float32)
+    vectors = [decays.into, decays.out, log * math.log2(math.e), start, cut(beta)]
+    return jnp.concatenate(vectors, -1)

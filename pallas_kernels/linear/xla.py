@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
-from pallas_kernels.linear.chunks import CHUNK, LEAST_LOG_DECAY, Tokens
+from pallas_kernels.linear.chunks import CHUNK, Tokens, chunk_decays
 
 
 class _Chunks(NamedTuple):
@@ -56,32 +56,6 @@ class _Prepared(NamedTuple):
 
     chunks: _Chunks
     pull: Any = None
-
-
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    start: jax.Array,
-    scale: float,
-    tokens: Tokens | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The output ``[B, T, N, Hv]`` and the state after the last token, of :class:`Inputs`.
-
-    Args:
-      q: ``[B, T, K, H]``.
-      k: the same.
-      v: ``[B, T, N, Hv]``.
-      log_decay: ``[B, T, N]``.
-      beta: ``[B, T, N]``.
-      start: state before the first token, ``[B, N, H, Hv]``.
-      scale: of q k.
-      tokens: documents and padding; None without them.
-    """
-    inputs = Inputs(q, k, v, log_decay, beta, tokens)
-    return _forward(inputs, _prepare(inputs), start, scale)
 
 
 def _prepare(inputs: Inputs) -> _Prepared:
@@ -121,7 +95,7 @@ def _scan(
         state, u = _next_state(chunk, state, product)
         return state[1], _read(chunk, state[0], u, scale, product)
 
-    last, o = lax.scan(step, start.astype(_wide(dtype)), chunks)
+    last, o = lax.scan(step, start.astype(jnp.float32), chunks)
     return o, last
 
 
@@ -143,13 +117,13 @@ def _affine(inputs: Inputs, prepared: _Prepared, start: jax.Array) -> tuple[jax.
     """M's columns are states that start as the identity, of tokens without values."""
     dtype, (*_, keys, values) = inputs.v.dtype, start.shape
     product = functools.partial(_product, dtype=dtype)
-    identity = jnp.broadcast_to(jnp.eye(keys, dtype=_wide(dtype)), (*start.shape[:2], keys, keys))
+    identity = jnp.broadcast_to(jnp.eye(keys, dtype=jnp.float32), (*start.shape[:2], keys, keys))
 
     def step(state, chunk):
         chunk = chunk._replace(v=pad_axis(chunk.v, -1, values + keys))
         return _next_state(chunk, state, product)[0][1], None
 
-    both = jnp.concatenate([start.astype(_wide(dtype)), identity], axis=-1)
+    both = jnp.concatenate([start.astype(jnp.float32), identity], axis=-1)
     last, _ = lax.scan(step, both, prepared.chunks)
     return last[..., values:], last[..., :values]
 
@@ -169,9 +143,8 @@ def _first_gradient(
         state = state + product("bnrk,bnrv->bnkv", chunk.q, do * (scale * chunk.into[..., None]))
         return state - product("bnrk,bnrv->bnkv", chunk.k, dr), None
 
-    wide = _wide(inputs.v.dtype)
-    given = prepared.chunks, _cut(do.astype(wide))
-    return lax.scan(step, last.astype(wide), given, reverse=True)[0]
+    given = prepared.chunks, _cut(do.astype(jnp.float32))
+    return lax.scan(step, last.astype(jnp.float32), given, reverse=True)[0]
 
 
 def _backward(
@@ -182,15 +155,15 @@ def _backward(
     last: jax.Array,
     scale: float,
 ) -> Gradients:
-    dtype, wide = inputs.v.dtype, _wide(inputs.v.dtype)
+    dtype = inputs.v.dtype
 
     def run(chunks, start):
         return _scan(chunks, start, scale, dtype)
 
-    _, vjp = jax.vjp(run, prepared.chunks, start.astype(wide))
-    chunks, first = vjp((_cut(do.astype(wide)), last.astype(wide)))
+    _, vjp = jax.vjp(run, prepared.chunks, start.astype(jnp.float32))
+    chunks, first = vjp((_cut(do.astype(jnp.float32)), last.astype(jnp.float32)))
     q, k, v, log_decay, beta = prepared.pull(chunks)
-    return Gradients(q, k, v, log_decay.astype(wide), beta.astype(wide), first)
+    return Gradients(q, k, v, log_decay.astype(jnp.float32), beta.astype(jnp.float32), first)
 
 
 XLA = Implementation(
@@ -212,20 +185,14 @@ def _cut(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype of states and sums, float32 or wider."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def _product(spec: str, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """A product of rounded operands, accumulated in float32 or wider."""
-    wide = _wide(dtype)
+    """A product of rounded operands, accumulated in float32."""
     return jnp.einsum(
         spec,
         x.astype(dtype),
         y.astype(dtype),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=wide,
+        preferred_element_type=jnp.float32,
     )
 
 
@@ -237,42 +204,28 @@ def _chunks(
     beta: jax.Array,
     tokens: Tokens | None,
 ) -> _Chunks:
-    wide = _wide(v.dtype)
     groups = v.shape[2] // k.shape[2]
-    # The forward pass is the same for less than the least log decay; so is the gradient.
-    log_decay = jnp.maximum(log_decay.astype(wide), LEAST_LOG_DECAY)
-    beta = beta.astype(wide)
     index = jnp.arange(CHUNK, dtype=jnp.int32)
-    connected = jnp.broadcast_to(index[:, None] >= index, (1, 1, 1, CHUNK, CHUNK))
-    continues: Any = True
-    is_last: Any = True
-    if tokens is not None:
-        valid = tokens.valid[..., None]
-        q, k, v = (jnp.where(valid[..., None], x, 0) for x in (q, k, v))
-        log_decay, beta = jnp.where(valid, log_decay, 0), jnp.where(valid, beta, 0)
-        document = jnp.cumsum(_cut(tokens.begins[..., None].astype(jnp.int32)), -1)
-        connected = connected & (document[..., :, None] == document[..., None, :])
-        continues, is_last = document == 0, document == document[..., -1:]
+    begins = None if tokens is None else _cut(tokens.begins[..., None])
     q, k, v, log_decay, beta = map(_cut, (q, k, v, log_decay, beta))
+    decays = chunk_decays(log_decay, begins)
+    connected = jnp.broadcast_to(index[:, None] >= index, (1, 1, 1, CHUNK, CHUNK))
+    if decays.document is not None:
+        document = decays.document
+        connected = connected & (document[..., :, None] == document[..., None, :])
     product = functools.partial(_product, dtype=v.dtype)
     kk, qk = (jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q))
-    q, k = (jnp.repeat(x.astype(wide), groups, axis=2) for x in (q, k))
-    total = jnp.cumsum(log_decay, -1)
-    difference = jnp.where(connected, total[..., :, None] - total[..., None, :], 0)
-    decay = jnp.where(connected, jnp.exp(difference), 0)
+    q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (q, k))
+    beta = beta.astype(jnp.float32)
+    logs = decays.logs
+    difference = logs.at(..., slice(None), None).since(logs.at(..., None, slice(None)))
+    decay = jnp.where(connected, jnp.exp(jnp.where(connected, difference, 0)), 0)
     below = index[:, None] > index
     a = jnp.where(below, beta[..., None] * decay * kk, 0)
-    identity = jnp.eye(CHUNK, dtype=wide)
+    identity = jnp.eye(CHUNK, dtype=jnp.float32)
     x = lax.linalg.triangular_solve(
         a + identity, jnp.broadcast_to(identity, a.shape),
         left_side=True, lower=True, unit_diagonal=True,
     )  # fmt: skip
-    return _Chunks(
-        q,
-        k,
-        v.astype(wide),
-        x * beta[..., None, :],
-        decay * qk,
-        jnp.where(continues, jnp.exp(total), 0),
-        jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0),
-    )
+    x = x * beta[..., None, :]
+    return _Chunks(q, k, v.astype(jnp.float32), x, decay * qk, decays.into, decays.out)

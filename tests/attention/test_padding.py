@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import valid_calls as valid
+from implementations import IMPLEMENTATIONS, dtype_of, each_of, quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
 from ring_cases import a_case, program_of
 
 import burst_jax
 from pallas_kernels import REFERENCE, AttentionInputs
+from pallas_kernels.backend import runs_anywhere
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # One device, rings of both rotations, two levels and Ulysses, each implementation.
@@ -29,7 +31,7 @@ QUICK = ("reference-2-kv",)
 
 def poisoned(x, segment_ids, rng):
     """``x`` ``[B, T, ...]`` with NaN, infinity and the largest number in its padding."""
-    bad = np.array([np.nan, np.inf, -np.inf, np.finfo(x.dtype).max], x.dtype)
+    bad = np.array([np.nan, np.inf, -np.inf, jnp.finfo(x.dtype).max], x.dtype)
     noise = bad[rng.integers(0, len(bad), x.shape)]
     padding = (segment_ids == 0).reshape(*segment_ids.shape, *[1] * (x.ndim - 2))
     assert padding.any()
@@ -61,6 +63,37 @@ def test_values_in_padding_change_no_bit(name):
         np.testing.assert_array_equal(x[2:], x[:2], err_msg=result)
         nothing = kv_ids == 0 if result in ("dk", "dv") else (ids == 0) | lonely
         assert (x[2:][nothing] == (-np.inf if result == "lse" else 0)).all(), result
+
+
+@each_of(IMPLEMENTATIONS)
+def test_huge_values_in_padding_do_not_overflow(name):
+    """Of the lengths in one sequence, of segment ids in the other. Infinity times 0 were NaN."""
+    rng, dtype, length = np.random.default_rng(0), dtype_of(name), 16
+    ids = np.array([[1] * length, [0] * 2 + [1] * 5 + [2] * 6 + [0] * 3], np.int32)
+    lengths = np.array([11, length], np.int32)
+    masks: dict[str, Any] = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), lengths)
+    masks |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    shapes = ((2, length, heads, 16) for heads in (4, 2, 2, 4))
+    q, k, v, do = (jnp.asarray(rng.normal(size=x), dtype) for x in shapes)
+    padding = (ids == 0) | (np.arange(length) >= lengths[:, None])
+    huge = jnp.where(padding[..., None, None], jnp.finfo(dtype).max, v)
+    # In dP the largest number times the cotangent.
+    assert jnp.isinf(jnp.einsum("btnh,bsh->bnts", do, huge[:, :, 0])).any((1, 2, 3)).all()
+    implementation = dataclasses.replace(IMPLEMENTATIONS[name], unavailable=runs_anywhere)
+
+    @quick_jit
+    def run(v):
+        def attend(*qkv):
+            return burst_jax.local_attention(
+                *qkv, is_causal=True, implementation=implementation, **masks
+            )
+
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(do)
+
+    for got, want in zip(run(huge), run(v), strict=True):
+        assert jnp.isfinite(want).all()
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("passes", [(True,), (False,), (False, True)], ids=str)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import traceback
+import warnings
 from typing import Any
 
 import lowered_models as models
 import lowered_programs as programs
 import pytest
 from conftest import LOWERED_PROGRAMS
+
+from pallas_kernels import SlowerKernelsWarning
 
 pytestmark = pytest.mark.every_jax
 
@@ -64,10 +67,20 @@ def test_more_programs(kind, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("calls", 5), ("layers", 2), ("steps", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("calls", 3), ("layers", 2), ("steps", 2)])
 def test_some_are_lowered(kind, count):
     """Every third, for both families."""
     assert_none_fails(drawn(kind)[: 3 * count : 3], lowers=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", programs.GPUS)
+def test_a_packed_call_is_lowered(gpu):
+    """With its gradient, to the kernels of its family."""
+    call = next(x for x in programs.packed_calls() if (x.gpu, x.layout) == (gpu, "zigzag"))
+    assert call.gradient
+    with warnings.catch_warnings(action="error", category=SlowerKernelsWarning):
+        assert_none_fails([call], lowers=True)
 
 
 def test_the_design_tries_what_there_is():

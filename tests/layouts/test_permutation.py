@@ -16,7 +16,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from burst_jax import burst_attention, from_layout, pad_to_layout, positions, to_layout
+from burst_jax import (
+    burst_attention,
+    from_layout,
+    in_layout,
+    pad_to_layout,
+    positions,
+    to_layout,
+)
 from burst_jax.layouts import Balanced, Contiguous, Layout, Striped, Zigzag, balance_batch
 from burst_jax.layouts.parse import LAYOUTS, layout_of, parse_layout
 from burst_jax.layouts.permutation import padded_length
@@ -409,3 +416,59 @@ def test_gradients_pass_over_explicit_axes():
         x, placed = jax.device_put((np.zeros_like(weights), weights), P(None, "seq"))
         gradient = jax.grad(lambda x: (to_layout(x, "striped", 4) * placed).sum())(x)
     np.testing.assert_array_equal(gradient, from_layout(weights, "striped", 4))
+
+
+def test_a_body_works_in_the_layout_and_its_callers_do_not():
+    """NumPy and traced arrays; further arguments as they are; results without tokens as well."""
+    seen: dict[str, Any] = {}
+
+    def body(hidden, at, ids, factor, *, more):
+        seen.update(hidden=hidden, at=at, ids=ids, more=more)
+        return {"out": hidden["a"] * factor + at[..., None].astype(np.float32), "loss": 3.0}
+
+    order = positions("zigzag", 12, 3)
+    hidden = {
+        "a": RNG.integers(0, 99, (2, 12, 5)).astype(np.float32),
+        "b": np.ones((2, 12), np.int8),
+    }
+    ids = RNG.integers(0, 3, (2, 12))
+    restarting = RNG.integers(0, 12, (2, 12)).astype(np.int32)
+    call = in_layout(body, "zigzag", 3)
+    natural, reverse = np.arange(12), np.arange(12)[::-1]
+    for at, in_natural in ((None, natural), (reverse, reverse), (restarting, restarting)):
+        found = call(hidden, at, ids, 2.0, more="x")
+        np.testing.assert_array_equal(found["out"], hidden["a"] * 2 + in_natural[..., None])
+        assert found["loss"] == 3.0
+        assert seen["more"] == "x"
+        np.testing.assert_array_equal(seen["at"], in_natural[..., order])
+        np.testing.assert_array_equal(seen["ids"], ids[:, order])
+        np.testing.assert_array_equal(seen["hidden"]["b"], hidden["b"][:, order])
+    traced = jax.jit(lambda x: in_layout(lambda x, at, ids: (x * at, ids), Zigzag(), 3)(x)[0])
+    np.testing.assert_array_equal(traced(np.ones((2, 12), np.int32)), [natural] * 2)
+
+
+def test_mistakes_around_a_body():
+    x = np.ones((2, 12, 3), np.float32)
+    identity = lambda x, at, ids: x  # noqa: E731
+    for make, message in (
+        (lambda: in_layout(identity, "diagonal", 3), "layout is 'diagonal'"),
+        (lambda: in_layout(identity, "balanced:4", 3), "whose order differs between sequences"),
+        (lambda: in_layout(identity, "zigzag", 0), "num_shards is 0"),
+        (lambda: in_layout(identity, "zigzag", 5)(x), "is 12: the zigzag layout over 5 shards"),
+        (lambda: in_layout(identity, "zigzag", 3)(x[0, 0]), r"hidden holds arrays whose \[B, T\]"),
+        (lambda: in_layout(identity, "zigzag", 3)((x, x[:, :6])), r"\[\(2, 6\), \(2, 12\)\]: pass"),
+        (
+            lambda: in_layout(identity, "zigzag", 3)(x, np.arange(6)),
+            r"positions has shape \(6,\): it must be \(12,\) or \(2, 12\)",
+        ),
+        (
+            lambda: in_layout(identity, "zigzag", 3)(x, None, np.ones(12, int)),
+            r"segment_ids has shape \(12,\): it must be \(2, 12\)",
+        ),
+        (
+            lambda: in_layout(lambda x, at, ids: x[:, -1], "zigzag", 3)(x),
+            r"body returned an array of shape \(2, 3\): it must start with \(2, 12\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

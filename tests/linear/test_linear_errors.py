@@ -17,7 +17,7 @@ from meshes import mesh_of
 
 from burst_jax import linear
 from burst_jax.layouts.layout import Layout
-from burst_jax.linear.runs import runs_of
+from burst_jax.linear.runs import device_runs
 from pallas_kernels import SlowerKernelsWarning
 from pallas_kernels.linear import choice
 from pallas_kernels.linear.backend import Inputs
@@ -182,7 +182,7 @@ class Rotated(Layout):
 
 
 def test_a_layout_whose_runs_do_not_lead_up_or_down():
-    found = message_of(NotImplementedError, lambda: runs_of(Rotated(), ("seq",), 4, FUNCTION))
+    found = message_of(NotImplementedError, lambda: device_runs(Rotated(), ("seq",), 4, FUNCTION))
     assert "layout is 'rotated': the runs of tokens that gated_delta_rule supports lead up" in found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from typing import Any
+from unittest import mock
 
 import grouped_cases
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import primitives
 
 from pallas_kernels import SlowerKernelsWarning, grouped, vary, varying_axes
 from pallas_kernels.device import Target
+from pallas_kernels.group_tiles import GroupTiles
 from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.mosaic.sm80 import implementation
 
@@ -108,6 +111,52 @@ def test_results_of_kernels_vary_as_their_operands_do(family):
     rows = jnp.ones((128, 64), jnp.bfloat16)
     jax.eval_shape(mapped, rows, jnp.ones((2, 64, 64), jnp.bfloat16), jnp.asarray([40, 20]))
     assert varying == [{"d"}, {"d"}]
+
+
+@pytest.mark.parametrize(("rows", "block", "align"), [(70, 16, 1), (72, 16, 8), (8, 64, 8)])
+def test_every_row_is_in_one_tile_of_its_group(rows, block, align):
+    """Drawn sizes, empty and negative ones too, whose sum is less or more than the rows."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(-2, rows, (40, 5)) * (rng.random((40, 5)) < 0.5)
+    sizes[0] = 0
+    find = functools.partial(GroupTiles.of, rows=rows, block=block, align=align)
+    found = jax.tree.map(np.asarray, jax.jit(jax.vmap(find))(jnp.asarray(sizes, jnp.int32)))
+    for each, *tiles, count in zip(sizes.clip(0), *found, strict=True):
+        owners = np.repeat(np.arange(len(each) + 1), [*each, rows])[:rows]
+        group, first, begin, end = (x[: count[0]] for x in tiles)
+        assert (begin < end).all()
+        np.testing.assert_array_equal(np.repeat(group, end - begin), owners)
+        np.testing.assert_array_equal(begin, [0, *end[:-1]])
+        assert ((first <= begin) & (end <= first + block) & (first % align == 0)).all()
+        assert (tiles[2][count[0] :] >= tiles[3][count[0] :]).all()
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_the_tiles_alone_decide_which_rows_are_of_a_group(monkeypatch, family):
+    """The same kernel runs whether tiles are whole or not, and nothing else reads the sizes."""
+    kernels = importlib.import_module(f"pallas_kernels.mosaic.{family}.grouped")
+    product = functools.partial(kernels.product, transposed=False)
+    sizes: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def traced(run, rows, *others):
+        x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
+        # JAX keeps the traces of a function.
+        return jax.make_jaxpr(lambda *arrays: run(*arrays))(x, *(others or [x]), sizes).jaxpr
+
+    def reads_sizes(jaxpr):
+        return any(jaxpr.invars[-1] in equation.invars for equation in jaxpr.eqns)
+
+    weights = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
+    for run, others, table in (
+        (product, [weights], "GroupTiles"), (kernels.weight_gradient, [], "GroupBounds")
+    ):  # fmt: skip
+        whole, part = (traced(run, rows, *others) for rows in (256, 200))
+        assert primitives(whole, inside="run_scoped") == primitives(part, inside="run_scoped")
+        assert reads_sizes(whole)
+        of = getattr(kernels, table).of
+        fixed = mock.Mock(of=lambda _, *shape, of=of: of(jnp.asarray([40, 24], jnp.int32), *shape))
+        monkeypatch.setattr(kernels, table, fixed)
+        assert not reads_sizes(traced(run, 256, *others))
 
 
 def test_no_copy_of_the_rows_per_group():

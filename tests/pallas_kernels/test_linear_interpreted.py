@@ -29,10 +29,10 @@ def run(case):
     def bf16(x):
         return jnp.asarray(x, jnp.bfloat16)
 
-    tokens, do = None, bf16(case.do)
+    case, tokens = linear_cases.zeros_in_padding(case), None
     if case.ids is not None:
         tokens = Tokens(jnp.asarray(case.begins), jnp.asarray(case.valid))
-        do = jnp.where(tokens.valid[..., None, None], do, 0)
+    do = bf16(case.do)
     gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
     inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)

@@ -141,3 +141,22 @@ def test_results_vary_over_the_ring_even_if_the_kernels_are_unmarked():
     gradients = jax.eval_shape(lambda arrays: jax.vjp(run, *arrays)[1](cotangents), arrays)
     assert [x.shape for x in gradients] == [x.shape for x in arrays]
     assert set(seen) == {frozenset({"seq"})}
+
+
+def test_axes_of_a_spec():
+    none = {"batch_axis": None, "seq_axis": None, "tensor_axis": None}
+    assert burst_jax.axes_of(P()) == none
+    assert burst_jax.axes_of(P(None, "seq")) == none | {"seq_axis": "seq"}
+    found = burst_jax.axes_of(P(("data", "fsdp"), ("outer", "inner"), ("model",), None))
+    assert found == {
+        "batch_axis": ("data", "fsdp"), "seq_axis": ("outer", "inner"), "tensor_axis": "model",
+    }  # fmt: skip
+    wrong: Any = ("data", "seq")
+    for spec, message in (
+        (P(None, None, None, "model"), "which shards the head dim over .*'model'"),
+        (P(None, None, None, None, "x"), "up to four entries"),
+        (P(P.UNCONSTRAINED, "seq"), "each None, a mesh axis's name or a tuple of names"),
+        (wrong, "spec is a tuple: it must be a jax.sharding.PartitionSpec"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            burst_jax.axes_of(spec)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import ON_GPU
 from implementations import quick_jit
+from jaxprs import primitives
 
 from burst_jax.serving.cache import SlotMetadata
 from pallas_kernels import SlowerKernelsWarning, decode
@@ -72,6 +73,26 @@ def test_the_kernel_equals_two_matmuls(shape, value_dim, window, soft_cap, split
     np.testing.assert_allclose(*outs, atol=8e-3)  # Weights are rounded to bfloat16.
     np.testing.assert_allclose(*lse, atol=1e-5)
     np.testing.assert_allclose(*with_sinks, atol=1e-6)
+
+
+def test_positions_alone_decide_which_keys_are_masked():
+    """One loop masks score by score, also where no tile of queries or keys is partial."""
+
+    def kernel(length, capacity):
+        arrays = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((1, length, 4, 64), jnp.bfloat16), *[((1, capacity, 2, 64), jnp.bfloat16)] * 2,
+                ((capacity,), jnp.int32), ((1, capacity), jnp.int32), *[((), jnp.int32)] * 2,
+            )
+        ]  # fmt: skip
+        options: Any = {"scale": 0.1, "window": 30, "splits": 2, "config": DecodeConfig(1)}
+        run = functools.partial(partial_attention, **options)
+        return primitives(jax.make_jaxpr(run)(*arrays).jaxpr, inside="run_scoped")
+
+    whole = kernel(8, 128)
+    assert whole["while"] == 1
+    assert kernel(5, 150) == whole
 
 
 @pytest.mark.parametrize(

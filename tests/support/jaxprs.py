@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 
 
@@ -21,3 +23,10 @@ def equations(jaxpr):
 def count(jaxpr, primitive):
     """The number of equations of one primitive."""
     return sum(equation.primitive.name == primitive for equation, _ in equations(jaxpr))
+
+
+def primitives(jaxpr, inside):
+    """How many equations of each primitive are inside of equations of another; there are some."""
+    names = [equation.primitive.name for equation, around in equations(jaxpr) if inside in around]
+    assert names
+    return collections.Counter(names)

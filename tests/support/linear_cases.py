@@ -51,6 +51,17 @@ class Case(NamedTuple):
         return self.ids > 0
 
 
+def zeros_in_padding(case: Case) -> Case:
+    """The case with zeros in padding, which implementations may rely on."""
+    if case.ids is None:
+        return case
+    names = ("q", "k", "v", "log_decay", "beta", "do")
+    arrays = {name: np.array(getattr(case, name)) for name in names}
+    for x in arrays.values():
+        x[~case.valid] = 0
+    return case._replace(**arrays)
+
+
 def draw(
     rng: np.random.Generator,
     length: int,

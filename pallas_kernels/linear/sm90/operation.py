@@ -5,7 +5,6 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,39 +41,6 @@ class Prepared(NamedTuple):
 
     vectors: jax.Array
     x: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gated_delta_rule(inputs: Inputs, start: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token.
-
-    Args:
-      inputs: the arrays.
-      start: state before the first token.
-      scale: of q k.
-    """
-    return forward(inputs, prepare(inputs), start, scale)
-
-
-def _forward_rule(inputs: Inputs, start: jax.Array, scale: float) -> Any:
-    prepared = prepare(inputs)
-    return forward(inputs, prepared, start, scale), (inputs, prepared, start)
-
-
-def _backward_rule(scale: float, residuals: Any, cotangents: Any) -> Any:
-    inputs, prepared, start = residuals
-    do, last = cotangents
-    if inputs.tokens is not None:
-        do = jnp.where(inputs.tokens.valid[..., None, None], do, 0)
-    made = backward(inputs, prepared, start, do, last, scale)
-    log_decay, beta = (
-        gradient.astype(x.dtype)
-        for gradient, x in ((made.log_decay, inputs.log_decay), (made.beta, inputs.beta))
-    )
-    return Inputs(*made[:3], log_decay, beta), made.start
-
-
-gated_delta_rule.defvjp(_forward_rule, _backward_rule)
 
 
 def prepare(inputs: Inputs) -> Prepared:
