@@ -222,6 +222,7 @@ def pytest_terminal_summary(terminalreporter, config):
 AROUND_ATTENTION = {
     "layers", "models", "serving", "training", "verify",
     "test_docs.py", "test_examples.py", "test_hf_examples.py",
+    "test_training_end.py",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -199,7 +200,7 @@ class DecoderConfig:
                 "an integer from 1 to num_layers, or None for all; for none use remat='attention'"
             )
 
-    @property
+    @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, with its RoPE."""
         default = Rope(self.rope_theta) if self.rope is None else self.rope

@@ -2,7 +2,7 @@
 
     python tests/gpu/run_parts.py            # every part, concurrently
     python tests/gpu/run_parts.py rings      # the parts whose names contain a word
-    python tests/gpu/run_parts.py --small    # small sizes on 8 CPU devices, to test this script
+    python tests/gpu/run_parts.py --small    # small sizes on 4 CPU devices, to test this script
 
 It prints a line for each part: its name, what became of it, seconds, and the figures that matter. A
 part that fails does not stop the others; the end of its output follows its line. All output is kept
@@ -129,10 +129,10 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
             "--next",
             str(out / f"next_{family}"),
         ]
-        rings += ("--count 4 --tokens 128 160" if small else "--count 90").split()
+        rings += ("--count 3 --tokens 128 160" if small else "--count 90").split()
         commands = [[*rings, "--worker", str(i)] for i in range(workers)]
-        # Every layout and every mask.
-        least = {"rings": 4 if small else 9}
+        # Every layout and every mask; of the small ones, a mesh of each kind but Ulysses.
+        least = {"rings": 3 if small else 9}
         parts.append(Part(f"rings, {family}", commands, memory=0.08, least=least, draws=True))
     for family in families(devices):
         if family != "xla":
@@ -199,7 +199,7 @@ def environment(small: bool, memory: float) -> dict[str, str]:
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{memory:.3f}"
     if small:
-        env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+        env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     return env
 
 
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("words", nargs="*", help="run only the parts whose names contain one of these")
-    add("--small", action="store_true", help="small sizes on 8 CPU devices")
+    add("--small", action="store_true", help="small sizes on 4 CPU devices")
     add("--out", type=Path, default=ROOT / "out" / "gpu", help="folder (default: out/gpu)")
     add("--jobs", type=int, help="processes at once (default: half of the CPU cores)")
     add("--limit", type=float, default=450, help="seconds for the whole run (default: 450)")

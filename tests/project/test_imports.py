@@ -110,16 +110,6 @@ except AttributeError as error:
     modules, error = ran.stdout.splitlines()
     imported = modules.split()
     assert "pallas_kernels.choice" in imported
-    # What needs no extra: not even their packages.
-    script = """
-import sys
-import burst_jax.training, burst_jax.plan.__main__, burst_jax.verify.__main__, burst_jax.serving
-print(*{"burst_jax.data", "grain", "tokenizers", "safetensors", "qwix"} & set(sys.modules))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
-    )
-    assert (ran.stdout, ran.stderr) == ("\n", "")
     assert len(imported) < 77, imported
     own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
     assert len(imported) - len(own) < 5, imported
@@ -128,23 +118,24 @@ print(*{"burst_jax.data", "grain", "tokenizers", "safetensors", "qwix"} & set(sy
     assert error == "module 'burst_jax' has no attribute 'modles'"
 
 
-def test_a_checkout_on_the_path_need_not_be_installed():
-    """Without an installation there is no metadata; the rest does not read it."""
+def test_a_checkout_without_installation_or_extras():
+    """Without an installation there is no metadata. What needs no extra imports none of theirs."""
     script = """
-import importlib.metadata
+import importlib.metadata, sys
 found = importlib.metadata.version
 def version(name):
     if name.replace("_", "-") == "burst-jax":
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 importlib.metadata.version = version
-import burst_jax
+import burst_jax.training, burst_jax.plan.__main__, burst_jax.verify.__main__, burst_jax.serving
+print(*{"burst_jax.data", "grain", "tokenizers", "safetensors", "qwix"} & set(sys.modules))
 from burst_jax import models, plan, serving, training, verify
 print(burst_jax.__version__)
 """
     command = [sys.executable, "-c", script]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "0+unknown\n"), ran.stderr
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "\n0+unknown\n", "")
 
 
 def strings_of(path):

@@ -9,6 +9,7 @@ import math
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -233,20 +234,36 @@ def test_a_metric_that_is_not_finite_ends_the_run_and_names_the_last_checkpoint(
             log.step(1, GOOD | {"loss": math.nan})
 
 
-STALL = """
-import ctypes, sys, time
+# One process imports what a log needs, and forks another for each kind of stall.
+STALLS = """
+import ctypes, os, sys, time
 from run_log import RunLog
-with RunLog(sys.argv[2], 9, tokens_per_step=1, flops_per_step=1, peak=None, stall_timeout=5) as log:
+out, *kinds = sys.argv[1:]
+children = {}
+for kind in kinds:
+    child = os.fork()
+    if child == 0:
+        break
+    children[child] = kind
+else:
+    for _ in kinds:
+        child, status = os.wait()
+        print(children[child], os.waitstatus_to_exitcode(status))
+    sys.exit()
+for fd, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{out}/{kind}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+options = {"tokens_per_step": 1, "flops_per_step": 1, "peak": None, "stall_timeout": 5}
+with RunLog(f"{out}/{kind}", 9, **options) as log:
     time.sleep(6)  # Compiling, say.
     for step in (1, 2, 3):
         log.step(step, {"loss": 1.0, "grad_norm": 1.0})
         time.sleep(1)
     print("stalls", flush=True)
-    if sys.argv[1] == "left":
+    if kind == "left":
         log.__exit__()
         time.sleep(6)
         sys.exit(0)
-    if sys.argv[1] == "lock":
+    if kind == "lock":
         ctypes.PyDLL(None).sleep(600)  # Holds the interpreter's lock.
     time.sleep(600)
 """
@@ -255,24 +272,23 @@ with RunLog(sys.argv[2], 9, tokens_per_step=1, flops_per_step=1, peak=None, stal
 def test_a_stalled_process_exits_with_its_stacks(tmp_path):
     """Also one whose other threads cannot run, but none that has closed its log."""
     examples = str(Path(run_log.__file__).parent)
-    program = [sys.executable, "-c", STALL]
-    kinds = ("sleep", "lock", "left")
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options["env"] = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{examples}:{ROOT}"}
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(subprocess.Popen([*program, kind, tmp_path / kind], **options))
-            for kind in kinds
-        ]
-        for process in processes:
-            stack.callback(process.kill)
-        ends = [process.communicate(timeout=400) for process in processes]
-    left, (_, errors) = processes.pop(), ends.pop()
-    assert left.returncode == 0, errors
-    for process, (out, err) in zip(processes, ends, strict=True):
-        assert process.returncode == 1, err
-        assert out.endswith("stalls\n")
-        assert re.search(r"Timeout .*\n(.|\n)*most recent call first.*\n(.|\n)*<string>", err)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{examples}:{ROOT}"}
+    codes = {"sleep": "1", "lock": "1", "left": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STALLS, str(tmp_path), *codes],
+        stdout=subprocess.PIPE, text=True, env=environment, process_group=0,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=400)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    errors = {kind: (tmp_path / f"{kind}.err").read_text() for kind in codes}
+    assert dict(line.split() for line in printed.splitlines()) == codes, errors
+    for kind in ("sleep", "lock"):
+        assert (tmp_path / f"{kind}.out").read_text().endswith("stalls\n")
+        stacks = r"Timeout .*\n(.|\n)*most recent call first.*\n(.|\n)*<string>"
+        assert re.search(stacks, errors[kind])
 
 
 def test_a_log_writes_curves(tmp_path, monkeypatch):

@@ -242,11 +242,11 @@ def test_the_rehearsal_samples_on_one_device_that_evaluates_nothing(
 
 def test_the_steps_of_a_balanced_run_are_compiled_ahead():
     """A call finds what a thread has compiled, for the layouts that batches may have."""
-    args: Any = types.SimpleNamespace(layout="balanced", seq_len=512)
+    args: Any = types.SimpleNamespace(layout="balanced", seq_len=256)
     ones: dict[str, Any] = dict.fromkeys(TRAINING_AXES, 1)
     mesh = mesh_of(**ones | {"seq": 2})
     layouts = run_batches.layouts(args, mesh)
-    assert layouts == ("balanced:0", "balanced:128", "balanced:256")
+    assert layouts == ("balanced:0", "balanced:128")
     optimizer, options = optax.sgd(1e-3), {"mesh": mesh, "seq_axis": "seq"}
     _, params, opt_state = init_train_state(SMALL, optimizer, seed=0, layout="zigzag", **options)
 
@@ -254,8 +254,8 @@ def test_the_steps_of_a_balanced_run_are_compiled_ahead():
         graphdef, _ = abstract_decoder(SMALL, layout=layout, **options)
         return make_train_step(graphdef, optimizer, compiler_options=QUICK)
 
-    rows = np.random.default_rng(0).integers(0, 48, (1, 513))
-    ids = np.repeat([[1, 2]], [200, 313], axis=1)
+    rows = np.random.default_rng(0).integers(0, 48, (1, 257))
+    ids = np.repeat([[1, 2]], [100, 157], axis=1)
     layout, batch = make_batch(rows, layout="balanced", num_shards=2, segment_ids=ids)
     arrays = params, opt_state, place_batch(batch, mesh)
     steps = run_batches.compiled_steps(make_step, layouts, arrays, SMALL)
