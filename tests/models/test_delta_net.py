@@ -188,7 +188,7 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     with pytest.raises(
         ValueError, match=r"prefix_lengths is given, and the layers are Gated Delta"
     ):
-        jax.eval_shape(lambda x: model(x, x, None, lengths), tokens)
+        jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
     with pytest.raises(
         NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
     ):
