@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import compare
@@ -188,14 +189,19 @@ def test_what_balanced_layouts_need_and_lack():
     fails(ValueError, "layout is 'balanced:25', and a shard has 24 tokens", layout="balanced:25")
     fails(ValueError, "layout is 'balanced', without the size of its gath", layout="balanced")
     slopes = jnp.ones(KV)
+    layouts = itertools.cycle(("zigzag", "striped"))
     for name, value in {
         "alibi_slopes": slopes, "prefix_lengths": np.array([1, 1]), "attention_chunk_size": 4,
         "key_ends": order, "dropout_rate": 0.5, "block_mask": np.ones((2, 2), bool),
         "mask_mod": lambda b, h, q, k: q > k, "query_seq_lengths": np.array([4, 4]),
     }.items():  # fmt: skip
         more = {"dropout_key": jax.random.key(0)} if name == "dropout_rate" else {}
-        message = f"{name} is given with layout 'balanced:"
+        message = f"{name} is given with layout 'balanced:.*use the zigzag or striped layout with"
         fails(NotImplementedError, message, **{name: value}, **more)
+        remedy = good | {name: value, "layout": next(layouts)} | more
+        remedy = {key: each for key, each in remedy.items() if not key.endswith("_positions")}
+        jax.eval_shape(lambda x, o=remedy: burst_jax.burst_attention(x, x, x, **o), x)
+    fails(ValueError, "pad is True with .*: .* or burst_jax.layouts.balance places", pad=True)
     fails(NotImplementedError, "backward is 'rotate_query' with layout", backward="rotate_query")
     window = (jnp.asarray(3), None)
     fails(NotImplementedError, "a traced local_window_size is given", local_window_size=window)
