@@ -97,7 +97,7 @@ class _Documents:
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
         bounds = jnp.stack([first, last, positions, low, high])
         zones = Order(everyone[:, 0], everyone[:, 1])
-        counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
+        counts = zones.count_before(ids, bounds)
         document = counts[1] - counts[0]
         here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
         self._is_split = (ids != 0) & (document.sum(0) > document[here])

@@ -273,17 +273,22 @@ def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_zone_of_whole_shards_needs_sorted_tokens_alone(order, window):
     """Any order is right if ids and positions ascend on every shard; no other one is."""
-    ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 2, 0]], [30, 30, 12], 1)
+    ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 3, 0]], [30, 30, 12], 1)
     index = np.asarray(burst_jax.positions(order, 72, 3))
     x = np.random.default_rng(3).normal(size=(5, 72, KV, H)).astype(np.float32)
     window = {} if window is None else {"local_window_size": (window, 0)}
-    call: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), np.int32(ids))
+    # The largest id is not that of padding.
+    call: Any = dict.fromkeys(
+        ("query_segment_ids", "key_value_segment_ids"),
+        np.where(ids == 3, 2**31 - 1, ids).astype(np.int32),
+    )
     expected = dense.reference(
         np.zeros_like(x), np.zeros(x.shape[:3], np.float32), query=x, key=x, value=x,
         is_causal=True, **window, **call,
     )[0][0]  # fmt: skip
     call = {name: each[:, index] for name, each in call.items()}
-    call |= dict.fromkeys(("query_positions", "key_value_positions"), np.tile(index, (5, 1)))
+    at = np.where(ids[:, index] == 0, 0, index).astype(np.int32)
+    call |= dict.fromkeys(("query_positions", "key_value_positions"), at)
     attend = functools.partial(burst_jax.burst_attention, layout="balanced:24", is_causal=True)
     attend = functools.partial(attend, mesh=mesh_of(seq=3), **window, **call)
     got = quick_jit(attend)(x[:, index], x[:, index], x[:, index])
