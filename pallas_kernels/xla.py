@@ -57,7 +57,7 @@ def forward(
     ``tiles``: None is :func:`even_tiles`.
     """
     tiles = tiles or even_tiles(inputs)
-    keys, groups, q = _KeyTiles(spec, inputs, tiles), inputs.groups, inputs.query.q
+    keys, groups, q = _KeyTiles(spec, inputs, tiles, bounds), inputs.groups, inputs.query.q
     query_tiles = _query_tiles(inputs, bounds, tiles)
     if carry is not None:
         query_tiles["o"] = _split_queries(carry[0], groups, tiles.block_q)
@@ -101,7 +101,7 @@ def backward(
     """
     del out_dtype
     tiles = tiles or even_tiles(inputs)
-    keys, groups, q = _KeyTiles(spec, inputs, tiles), inputs.groups, inputs.query.q
+    keys, groups, q = _KeyTiles(spec, inputs, tiles, bounds), inputs.groups, inputs.query.q
     do, (lse, delta) = inputs.cotangents()
     query_tiles = _query_tiles(inputs, bounds, tiles) | {
         "do": _split_queries(do, groups, tiles.block_q),
@@ -123,7 +123,7 @@ def backward(
     # With equal head dims, dK and dV start from the same zeros.
     shapes = keys.k.shape, keys.v.shape
     zeros = {shape: vary(jnp.zeros(shape, jnp.float32), axes) for shape in dict.fromkeys(shapes)}
-    start = tuple(zeros[shape] for shape in shapes)
+    start = _mapped_like(bounds, tuple(zeros[shape] for shape in shapes))
     (dk, dv), (new_dq, per_head_sums) = lax.scan(query_tile, start, vary(query_tiles, axes))
     new_dq = _join_queries(new_dq, q.shape)
     dk, dv = keys.join(dk * spec.score.scale), keys.join(dv)
@@ -191,18 +191,19 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
 class _KeyTiles:
     """K and V, heads before tokens, sliced into tiles."""
 
-    def __init__(self, spec: AttentionSpec, inputs: AttentionInputs, tiles: Tiles):
+    def __init__(
+        self, spec: AttentionSpec, inputs: AttentionInputs, tiles: Tiles, bounds: jax.Array
+    ):
         self.spec, self.block = spec, tiles.block_kv
         self.length = inputs.kv_length
         self.padded = -(-self.length // self.block) * self.block
-        self.k, self.v = (
-            pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (inputs.kv.k, inputs.kv.v)
-        )
-        self.positions = pad_axis(inputs.kv_positions, 0, self.padded)
+        k, v = (pad_axis(x.swapaxes(1, 2), 2, self.padded) for x in (inputs.kv.k, inputs.kv.v))
+        positions, ids = pad_axis(inputs.kv_positions, 0, self.padded), inputs.kv.segment_ids
+        ids = None if ids is None else pad_axis(ids, 1, self.padded)
+        read = _mapped_like(bounds, (k, v, positions, ids))
+        self.k, self.v, self.positions, self.segment_ids = read
         self.block_mask, self.groups = inputs.shared.block_mask, inputs.groups
         self._coordinates = inputs.coordinates
-        ids = inputs.kv.segment_ids
-        self.segment_ids = None if ids is None else pad_axis(ids, 1, self.padded)
         self.per_head = {
             name: x.reshape(1, -1, inputs.groups, 1, 1)
             for name, x in inputs.shared.score_parameters.items()
@@ -279,6 +280,18 @@ class _KeyTiles:
             inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
             mask = inside if mask is None else both(mask, inside)
         return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
+
+
+def _mapped_like[Arrays](bounds: jax.Array, arrays: Arrays) -> Arrays:
+    """Arrays, mapped by each ``jax.vmap`` that maps the bounds, by which they will be indexed.
+
+    With Explicit axes JAX does not know how to shard what examples share, at an index of each.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return arrays
+    # XLA removes a choice between an array and itself.
+    either = bounds.sum(dtype=jnp.int32) == 0
+    return jax.tree.map(lambda x: jnp.where(either, x, x), arrays)
 
 
 def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -21,11 +21,14 @@ _IDS = {"query": "query_segment_ids", "key": "key_value_segment_ids"}
 def check_pad(pad: object, layout: LayoutLike) -> None:
     """Raises ValueError unless ``pad`` is a bool, and False in other layouts than contiguous."""
     check_bool("pad", pad)
-    if pad and not parse_layout(layout).in_natural_order:
+    parsed = parse_layout(layout)
+    if pad and not parsed.in_natural_order:
+        before = "before to_layout, with pad_to_layout, outside of the call"
+        if not parsed.is_fixed:
+            before = "where make_batch or burst_jax.layouts.balance places the documents"
         raise ValueError(
             f"pad is True with layout {layout!r}: padding goes to the end of the natural order, so "
-            "pad before to_layout, with pad_to_layout, outside of the call; or use the contiguous "
-            "layout"
+            f"pad {before}; or use the contiguous layout"
         )
 
 

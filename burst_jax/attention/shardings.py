@@ -221,11 +221,13 @@ def check_outside_shard_map(arguments: AttentionArguments) -> None:
         return
     names = axis_names("seq_axis", arguments.seq_axis) + flat_names(arguments.ulysses_axis)
     missing = tuple(axis for axis in names if axis not in manual)
+    others = tuple(axis for axis in manual if axis not in names)
     over = f"make it one over {missing} too, and call ring_attention" if missing else ""
+    split = f", with {others} as batch_axis or tensor_axis" if others else ""
     raise ValueError(
         f"burst_attention is called inside a shard_map over {manual}: "
         f"{over or 'call ring_attention'} there, on one device's arrays; or call burst_attention "
-        "outside of it, with these axes as batch_axis or tensor_axis"
+        f"outside of it{split}"
     )
 
 

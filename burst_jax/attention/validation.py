@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.arguments import LocalArguments, Side
-from burst_jax.layouts.layout import AttentionPass
+from burst_jax.layouts.layout import AttentionPass, gathered_pass_lacks
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
 from pallas_kernels import Dropout
@@ -27,6 +27,8 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 _INT32 = jnp.iinfo(jnp.int32)
 # The difference of two positions whose magnitudes are below this fits int32.
 _MAX_POSITION = 2**30
+# With batch_axis, a batch of one sequence would raise.
+_ONE_AT_A_TIME = "call for one sequence at a time (jax.lax.map), without batch_axis"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +251,7 @@ def _check_ring(arguments: LocalArguments, arrays: dict[str, Any], offset: int |
     if keys is not None and keys.ndim == 2:
         raise NotImplementedError(
             f"key_value_positions has shape {keys.shape}: kernels have keys at the same positions "
-            "in all sequences; pass [S], or call for one sequence at a time (jax.lax.map)"
+            f"in all sequences; pass [S], or {_ONE_AT_A_TIME}"
         )
     if offset and "key_value_positions" in arrays:
         arrays["query_offset"] = np.asarray(offset, np.int32)
@@ -289,10 +291,7 @@ def _check_gathered(arguments: LocalArguments, arrays: dict[str, Any], offset: i
     if any(isinstance(side, jax.Array) for side in window_sides(arguments.local_window_size)):
         other.append("a traced local_window_size")
     if other:
-        raise NotImplementedError(
-            f"{other[0]} is given with layout {layout!r}, in which kernels do not read positions: "
-            "use the zigzag or striped layout with it"
-        )
+        raise NotImplementedError(gathered_pass_lacks(layout, other[0]))
 
 
 _CHECKS: dict[AttentionPass, Callable[..., None]] = {
@@ -323,7 +322,7 @@ def check_readers_of_positions(arguments: LocalArguments, arrays: Mapping[str, A
         raise NotImplementedError(
             f"{name} has shape {arrays[name].shape}, and {readers[0]} reads positions: kernels "
             "have one position per query, the same in all sequences; pass a query_offset of one "
-            "number or query_positions [T], or call for one sequence at a time (jax.lax.map)"
+            f"number or query_positions [T], or {_ONE_AT_A_TIME}"
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from burst_jax.errors import check_integer
 from burst_jax.layouts.balanced import search_batch, zone_sizes
 from burst_jax.layouts.documents import Runs, place_documents, placed_runs
-from burst_jax.layouts.layout import AttentionPass, Layout, Ordered
+from burst_jax.layouts.layout import AttentionPass, Layout, Ordered, gathered_pass_lacks
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -78,9 +78,7 @@ class Balanced(Layout):
         self, batch: dict[str, Any], num_shards: int, agree: Callable[[int], int] = int
     ) -> tuple[Layout, dict[str, Any]]:
         if "prefix_lengths" in batch:
-            raise NotImplementedError(
-                f"prefix_lengths are given with layout {self!r}: use the zigzag layout with them"
-            )
+            raise NotImplementedError(gathered_pass_lacks(self, "prefix_lengths"))
         segment_ids = batch["segment_ids"]
         if segment_ids is None:
             segment_ids = np.ones(batch["inputs"].shape, np.int32)

@@ -311,6 +311,14 @@ class Layout(abc.ABC):
         )
 
 
+def gathered_pass_lacks(layout: Layout, argument: str) -> str:
+    """The message of an argument that the gathered pass does not support, with the remedy."""
+    return (
+        f"{argument} is given with layout {layout!r}, in which kernels do not read positions: use "
+        "the zigzag or striped layout with it, where attention needs no positions"
+    )
+
+
 def check_shards(num_shards: Any) -> int:
     """``num_shards`` as a Python int; ValueError unless it is a positive integer."""
     if not isinstance(num_shards, (int, np.integer)) or num_shards < 1:

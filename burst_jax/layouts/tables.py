@@ -272,7 +272,8 @@ def _rows(ids: np.ndarray, positions: np.ndarray) -> Iterable[_Row]:
 
 def _keys(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
     is_padding = ids == 0
-    document = np.where(is_padding, _INT32.max, ids).astype(np.int64)
+    # Ids from 1 to 2^31 - 1, and padding behind all of them.
+    document = np.where(is_padding, _INT32.max, ids - 1).astype(np.int64)
     return (document << 32) + np.where(is_padding, 0, positions.astype(np.int64) - _INT32.min)
 
 

@@ -147,13 +147,13 @@ class _Documents:
         first, last = jnp.full_like(positions, -LAST), jnp.full_like(positions, LAST)
         bounds = jnp.stack([first, last, positions, low, high])
         zones = Order(everyone[:, 0], everyone[:, 1])
-        counts = zones.count_before(jnp.where(ids == 0, LAST, ids), bounds)
+        counts = zones.count_before(ids, bounds)
         document = counts[1] - counts[0]
         here = jnp.asarray(self.route.source(self.route.local), jnp.int32)
         is_split = (ids != 0) & (document.sum(0) > document[here])
         outside = self._segment_ids[:, : shard.outside]
         contradicts = self._is_outside(inputs, zones.segment_ids, here)
-        contradicts |= _is_on_several_shards(self.route, outside)
+        contradicts |= _is_on_several_shards(self.route, outside, inputs.q_length)
         # A window searches all tokens of the shard.
         unsorted = shard.contradicts
         contradicts |= Order(*own).is_unsorted() if unsorted is None else unsorted
@@ -173,13 +173,15 @@ class _Documents:
         """Bool ``[B]``, whether a split document has tokens before this device's zone.
 
         The layout then is that of another placement. Split documents have the highest ids, so only
-        the last document before the zone may be one. It is in the zones of other devices.
+        the last document before the zone may be one; in the order of a fixed layout also those at
+        the ends of its blocks. It is in the zones of other devices.
         """
         if not self.shard.outside:
             return jnp.zeros(inputs.query.q.shape[0], bool)
-        last = Order.of(inputs.query).segment_ids[:, self.shard.outside - 1]
+        ends = _block_ends(self._segment_ids[:, : self.shard.outside], inputs.q_length)
         others = indices(self.route.size)[:, None, None] != here
-        return ((zones == last[:, None]) & others).any((0, 2)) & (last != 0)
+        same = (zones == ends[:, None, :, None]) & others & (ends != 0)[:, None, :, None]
+        return same.any((0, 1, 3))
 
     def gather(self, parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ...]:
         """The first of these slices of all zones, ``[n, B, slice, K, H]``; nothing of none."""
@@ -223,21 +225,34 @@ class _Documents:
         return _nan_where(self._contradicts, self._segment_ids, (out, lse))
 
 
-def _is_on_several_shards(route: Route, segment_ids: jax.Array) -> jax.Array:
+def _block_ends(segment_ids: jax.Array, length: int) -> jax.Array:
+    """The largest id before the zone, and those at the ends of a shard or its halves: ``[5, B]``.
+
+    Args:
+      segment_ids: int32 ``[B, tokens]`` of a shard, without its zone.
+      length: tokens of the shard, with its zone.
+    """
+    last = segment_ids.shape[1] - 1
+    index = np.array([0, length // 2 - 1, length // 2, last]).clip(0, last)
+    # Padding is at the end of a shard.
+    return jnp.concatenate([segment_ids[:, index].T, segment_ids.max(1)[None]])
+
+
+def _is_on_several_shards(route: Route, segment_ids: jax.Array, length: int) -> jax.Array:
     """Bool ``[B]``, whether another shard has tokens of a document, too, outside of all zones.
 
     Then the layout is that of another placement, or of no placement. Of several shards that have
     pieces, two have one of the same document as their last: split documents have the highest ids.
-    In the order of a fixed layout neighbouring blocks share a document that is their first or last.
+    In contiguous and zigzag order neighbouring blocks share a document that is at an end of both.
 
     Args:
       route: the ring.
       segment_ids: int32 ``[B, tokens]`` of this shard, without its zone.
+      length: tokens of the shard, with its zone.
     """
     if not segment_ids.shape[1]:
         return jnp.zeros(segment_ids.shape[0], bool)
-    # Padding is at the end of a shard.
-    ends = jnp.stack([segment_ids[:, 0], segment_ids.max(1)])
+    ends = _block_ends(segment_ids, length)
     everyone = route.gather(ends)
     others = indices(route.size) != jnp.asarray(route.source(route.local), jnp.int32)
     same = (everyone[:, :, None] == ends) & (ends != 0) & others[:, None, None, None]
@@ -272,7 +287,7 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         results = run(shard.inputs, None, shard.spec, dtype)
         ids, wrong = Order.of(inputs.query).segment_ids, shard.contradicts
         if request.ring_size > 1 and shard.tables is None:
-            several = _is_on_several_shards(request.route(length, length), ids)
+            several = _is_on_several_shards(request.route(length, length), ids, length)
             wrong = several if wrong is None else several | wrong
         if wrong is None:
             return results

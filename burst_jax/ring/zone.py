@@ -54,9 +54,9 @@ class Order(NamedTuple):
 
         Tokens must be sorted by document and position, with padding at the end.
         """
-        ids = jnp.where(self.segment_ids == 0, LAST, self.segment_ids)
-        here, following = ids[..., :-1], ids[..., 1:]
-        back = (following == here) & (here != LAST)
+        keys = _sort_keys(self.segment_ids)
+        here, following = keys[..., :-1], keys[..., 1:]
+        back = (following == here) & (self.segment_ids[..., 1:] != 0)
         back &= self.positions[..., 1:] < self.positions[..., :-1]
         return ((following < here) | back).any(-1)
 
@@ -74,20 +74,24 @@ class Order(NamedTuple):
         missing = range(1, 1 + max(0, len(lead) - positions.ndim + 2))
         positions = lax.expand_dims(positions, missing)
         # Padding is at the end of a shard. One index: XLA would make an array of several.
-        ids = jnp.where(self.segment_ids == 0, LAST, self.segment_ids).reshape(-1)
-        places = self.positions.reshape(-1)
-        first = np.arange(ids.size, step=length, dtype=np.int32).reshape(*lead, 1)
-        own, bounds = segment_ids[..., None], positions[..., None]
+        keys, places = _sort_keys(self.segment_ids).reshape(-1), self.positions.reshape(-1)
+        first = np.arange(keys.size, step=length, dtype=np.int32).reshape(*lead, 1)
+        own, bounds = _sort_keys(segment_ids)[..., None], positions[..., None]
         count = jnp.zeros(jnp.broadcast_shapes(positions.shape, first.shape), jnp.int32)
         # A digit of the result per kernel: a bisection would be a kernel per bit.
         for shift in reversed(range(0, length.bit_length(), _DIGIT)):
             steps = np.arange(1, 1 << _DIGIT, dtype=np.int32) << np.int32(shift)
             tried = count[..., None] + steps
             index = first[..., None] + jnp.clip(tried, 1, length) - 1
-            segment, position = (x.at[index].get(mode="promise_in_bounds") for x in (ids, places))
+            segment, position = (x.at[index].get(mode="promise_in_bounds") for x in (keys, places))
             before = (segment < own) | ((segment == own) & (position < bounds))
             count += (before & (tried <= length)).sum(-1, dtype=jnp.int32) << np.int32(shift)
         return count
+
+
+def _sort_keys(segment_ids: jax.Array) -> jax.Array:
+    """uint32, ascending with the ids 1 to 2^31 - 1; that of padding, 0, is larger than all."""
+    return lax.bitcast_convert_type(segment_ids - 1, jnp.uint32)
 
 
 def key_limits(mask: Mask, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

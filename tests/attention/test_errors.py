@@ -95,13 +95,16 @@ def test_positions_of_every_sequence_by_a_map():
     options: Any = {"is_causal": True, "query_offset": T - 1, "alibi_slopes": slopes}
     options |= {"implementation": "reference"}
 
-    def of_one(sequence):
+    def of_one(sequence, attend=local_attention, **mesh):
         *arrays, at = (x[None] for x in sequence)
-        return local_attention(*arrays, key_value_positions=at[0], **options)[0]
+        return attend(*arrays, key_value_positions=at[0], **options, **mesh)[0]
 
     got = jax.lax.map(of_one, (query, key, value, places))
     flipped = [x.at[1].set(x[1, ::-1]) for x in (key, value)]
     assert_close(got, local_attention(query, *flipped, **options))
+    mesh = {"attend": burst_jax.burst_attention, "mesh": mesh_of(data=2, seq=2)}
+    by_mesh = functools.partial(jax.lax.map, functools.partial(of_one, **mesh))
+    assert jax.eval_shape(by_mesh, (query, key, value, places)).shape == got.shape
 
 
 # --- where a function is called ------------------------------------------------------------------
@@ -113,16 +116,23 @@ def test_layers_do_not_accept_positions(name):
         burst_jax.BurstAttention(16, 2, rngs=None, **{name: 3})  # pyrefly: ignore
 
 
-def test_burst_attention_inside_shard_map():
-    mesh = make_mesh(seq=4)
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"seq"}, r"\('seq',\): call ring_attention there, .* outside of it(?!,)"),
+        ({"data"}, r"\('data',\): .* \('seq',\) too, .* outside of it, with \('data',\) as batch_"),
+        ({"data", "seq"}, r"\('data', 'seq'\): call .* outside of it, with \('data',\) as batch_"),
+    ],
+    ids=["seq", "data", "both"],
+)
+def test_burst_attention_inside_shard_map(axes, message):
+    mesh, spec = mesh_of(data=2, seq=4), P(*(x if x in axes else None for x in ("data", "seq")))
     run = jax.shard_map(
         lambda q: burst_jax.burst_attention(q, q, q, mesh=mesh),
-        mesh=mesh,
-        in_specs=P(None, "seq"),
-        out_specs=P(None, "seq"),
-    )
-    with pytest.raises(ValueError, match=r"inside a shard_map over .*'seq'.*: call ring_attention"):
-        run(zeros(B, T, N, H))
+        mesh=mesh, axis_names=axes, in_specs=spec, out_specs=spec,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"is called inside a shard_map over " + message):
+        jax.eval_shape(run, zeros(B, T, N, H))
 
 
 IN_SHARD_MAP: list[tuple[bool | str, str | None, dict[str, Any], str]] = [

@@ -171,6 +171,42 @@ def row_vmap_spmd_axis_name(way):
     assert got[0].sharding.spec[0] == "data"
 
 
+@pytest.mark.slow
+def test_masks_of_each_example_over_explicit_axes():
+    """An offset of every example; keys' positions, segment ids and V are those of all examples."""
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
+    (q, k, v), offsets = (x[:1] for x in SMALL), np.array([0, 3], np.int32)
+    queries, keys = np.stack([q, -q]), np.stack([k, 2 * k])
+    ids = np.repeat([[1, 2]], [9, 7], 1).astype(np.int32)
+
+    def one(query, key, offset):
+        return burst_jax.burst_attention(
+            query, key, v, mesh=mesh, is_causal=True, query_offset=offset,
+            query_segment_ids=ids, key_value_segment_ids=ids,
+        )  # fmt: skip
+
+    def both(*arrays):
+        out, vjp = jax.vjp(jax.vmap(one, spmd_axis_name="data"), *arrays)
+        return out, *vjp(out)[:2]
+
+    with jax.set_mesh(mesh):
+        split = jax.device_put((queries, keys), jax.NamedSharding(mesh, P("data", None, "seq")))
+        of_examples = jax.device_put(offsets, jax.NamedSharding(mesh, P("data")))
+        got = quick_jit(both)(*split, of_examples)
+    for i, offset in enumerate(offsets):
+        keep = dense.kept(
+            16, 16, is_causal=True, query_offset=offset,
+            query_segment_ids=ids, key_value_segment_ids=ids,
+        )  # fmt: skip
+
+        def truth(query, key, keep=keep):
+            key, value = (dense.repeat_heads(x, N) for x in (key, v))
+            return dense.attention(query, key, value, keep)[0]
+
+        out, vjp = jax.vjp(truth, queries[i], keys[i])
+        same([np.asarray(x)[i] for x in got], [out, *vjp(out)])
+
+
 def row_explicit(way):
     mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
     assert mesh.explicit_axes == ("seq",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import compare
@@ -157,7 +158,7 @@ def a_call(mix, zone):
 
 @pytest.mark.parametrize(("mix", "sends"), [("whole", False), ("mixed", True)])
 def test_only_a_zone_is_sent(mix, sends):
-    """Without one, of each sequence two segment ids: those that another shard must not have."""
+    """Without one, of each sequence five segment ids: those that another shard must not have."""
     attend = functools.partial(burst_jax.burst_attention, **a_call(mix, None))
     x = jnp.zeros((2, 48, KV, H))
     jaxpr = jax.make_jaxpr(lambda x: jax.vjp(attend, x, x, x)[1](x))(x).jaxpr
@@ -166,7 +167,7 @@ def test_only_a_zone_is_sent(mix, sends):
         for each, _ in equations(jaxpr)
         if each.primitive.name.startswith(("ppermute", "all_gather", "psum_scatter", "all_to_all"))
     ]
-    assert sends == (sent != [2 * 2])
+    assert sends == (sent != [5 * 2])
 
 
 def test_what_balanced_layouts_need_and_lack():
@@ -188,14 +189,19 @@ def test_what_balanced_layouts_need_and_lack():
     fails(ValueError, "layout is 'balanced:25', and a shard has 24 tokens", layout="balanced:25")
     fails(ValueError, "layout is 'balanced', without the size of its gath", layout="balanced")
     slopes = jnp.ones(KV)
+    layouts = itertools.cycle(("zigzag", "striped"))
     for name, value in {
         "alibi_slopes": slopes, "prefix_lengths": np.array([1, 1]), "attention_chunk_size": 4,
         "key_ends": order, "dropout_rate": 0.5, "block_mask": np.ones((2, 2), bool),
         "mask_mod": lambda b, h, q, k: q > k, "query_seq_lengths": np.array([4, 4]),
     }.items():  # fmt: skip
         more = {"dropout_key": jax.random.key(0)} if name == "dropout_rate" else {}
-        message = f"{name} is given with layout 'balanced:"
+        message = f"{name} is given with layout 'balanced:.*use the zigzag or striped layout with"
         fails(NotImplementedError, message, **{name: value}, **more)
+        remedy = good | {name: value, "layout": next(layouts)} | more
+        remedy = {key: each for key, each in remedy.items() if not key.endswith("_positions")}
+        jax.eval_shape(lambda x, o=remedy: burst_jax.burst_attention(x, x, x, **o), x)
+    fails(ValueError, "pad is True with .*: .* or burst_jax.layouts.balance places", pad=True)
     fails(NotImplementedError, "backward is 'rotate_query' with layout", backward="rotate_query")
     window = (jnp.asarray(3), None)
     fails(NotImplementedError, "a traced local_window_size is given", local_window_size=window)
@@ -255,7 +261,9 @@ def test_pieces_before_every_zone_give_nan(zone):
 @pytest.mark.parametrize("zone", [0, 4])
 def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
     """Of a document over several shards. Documents that each lie in one are as in a placement."""
-    ids = np.stack([np.repeat([1, 2, 3], [12, 48, 12]), np.repeat([1, 2, 3], 24)]).astype(np.int32)
+    # Contiguous, document 2 ends the first shard, with its zone, and begins the second.
+    ids = [np.repeat([1, 2, 3, 4], [22, 3, 23, 24]), np.repeat([1, 2, 3], 24)]
+    ids = np.stack(ids).astype(np.int32)
     places = np.stack([np.arange(72, dtype=np.int32)] * 2)
     ids, places = (burst_jax.to_layout(x, order, 3) for x in (ids, places))
     call = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
@@ -267,17 +275,22 @@ def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_zone_of_whole_shards_needs_sorted_tokens_alone(order, window):
     """Any order is right if ids and positions ascend on every shard; no other one is."""
-    ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 2, 0]], [30, 30, 12], 1)
+    ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 3, 0]], [30, 30, 12], 1)
     index = np.asarray(burst_jax.positions(order, 72, 3))
     x = np.random.default_rng(3).normal(size=(5, 72, KV, H)).astype(np.float32)
     window = {} if window is None else {"local_window_size": (window, 0)}
-    call: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), np.int32(ids))
+    # The largest id is not that of padding.
+    call: Any = dict.fromkeys(
+        ("query_segment_ids", "key_value_segment_ids"),
+        np.where(ids == 3, 2**31 - 1, ids).astype(np.int32),
+    )
     expected = dense.reference(
         np.zeros_like(x), np.zeros(x.shape[:3], np.float32), query=x, key=x, value=x,
         is_causal=True, **window, **call,
     )[0][0]  # fmt: skip
     call = {name: each[:, index] for name, each in call.items()}
-    call |= dict.fromkeys(("query_positions", "key_value_positions"), np.tile(index, (5, 1)))
+    at = np.where(ids[:, index] == 0, 0, index).astype(np.int32)
+    call |= dict.fromkeys(("query_positions", "key_value_positions"), at)
     attend = functools.partial(burst_jax.burst_attention, layout="balanced:24", is_causal=True)
     attend = functools.partial(attend, mesh=mesh_of(seq=3), **window, **call)
     got = quick_jit(attend)(x[:, index], x[:, index], x[:, index])

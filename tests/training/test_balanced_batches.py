@@ -164,7 +164,7 @@ def test_mistakes_raise():
         make(layout="balanced:0")
     with pytest.raises(ValueError, match="layout is 'balanced:99', and a shard has 15 tokens"):
         make(layout="balanced:99")
-    with pytest.raises(NotImplementedError, match="prefix_lengths are given with layout 'balanced"):
+    with pytest.raises(NotImplementedError, match="prefix_lengths is given with layout 'balanced"):
         make(layout="balanced:15", prefix_lengths=np.zeros(4, np.int32))
     with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 61\), rows \(4, 61\)"):
         make_batch(ROWS, layout="balanced", num_shards=4, segment_ids=SEGMENTS[:2])
