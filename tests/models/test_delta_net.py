@@ -62,17 +62,16 @@ def model_on(config=CONFIG, **sizes):
     ("remat", "sizes"),
     [
         ("attention", {"fsdp": 2, "seq": 2, "tensor": 2}),
-        pytest.param("selective", {"data": 2, "seq": 4}, marks=SLOW),
-        pytest.param("full", {"seq": 8}, marks=SLOW),
-        pytest.param("none", {"seq": 1}, marks=SLOW),
+        ("full", {"data": 2, "seq": 4}),
     ],
 )
+@SLOW
 def test_equals_the_formula(remat, sizes):
     model = model_on(dataclasses.replace(CONFIG, remat=remat), **sizes)
     got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
     kept = SEGMENTS > 0
-    # Of beta's gradient most cancels: 1e-5 in float32 on one device, too.
+    # One device has 9e-6 in float32, too.
     assert_close((got[0][kept], got[1]), (want[0][kept], want[1]), 2e-5)
 
 
@@ -103,7 +102,7 @@ def test_saved_states_and_outputs_are_not_computed_again():
         config = dataclasses.replace(CONFIG, remat=remat)
         return str(decoders.traced_gradient(config, mesh_of(seq=2), B, T)).count("all_gather[")
 
-    assert scans("attention") == scans("none") < scans("full")
+    assert scans("attention") == scans("selective") == scans("none") < scans("full")
 
 
 ROWS = np.random.default_rng(1).integers(1, CONFIG.vocab_size, (3, 4, T + 1))
