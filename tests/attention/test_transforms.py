@@ -177,7 +177,7 @@ def test_masks_of_each_example_over_explicit_axes():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
     (q, k, v), offsets = (x[:1] for x in SMALL), np.array([0, 3], np.int32)
     queries, keys = np.stack([q, -q]), np.stack([k, 2 * k])
-    ids = np.repeat([[1, 2]], [9, 7], 1).astype(np.int32)
+    ids: Any = np.repeat([[1, 2]], [9, 7], 1).astype(np.int32)
 
     def one(query, key, offset):
         return burst_jax.burst_attention(
