@@ -1,6 +1,6 @@
 """Builds the wheel as a release is built, and runs it in an environment that holds nothing else.
 
-The sdist is made from the tracked files alone and the wheel from the sdist. The environment gets
+The sdist is made from a copy of the sources and the wheel from the sdist. The environment gets
 the wheel and links to what its metadata requires without extras, which this interpreter's
 environment has: nothing is downloaded but setuptools, and neither an extra nor the checkout is on
 the path.
@@ -70,11 +70,11 @@ def main() -> None:
         checkout, dist, environment = (
             Path(folder).resolve() / x for x in ("checkout", "dist", "venv")
         )
-        tracked = copy_tracked_files(checkout)
+        sources = copy_sources(checkout)
         run(sys.executable, "-m", "build", "--outdir", dist, checkout)
         (wheel,) = dist.glob("*.whl")
         assert {x.name for x in dist.iterdir()} == {f"burst_jax-{version}.tar.gz", wheel.name}
-        check_files(wheel, tracked)
+        check_files(wheel, sources)
 
         venv.create(environment, with_pip=False, symlinks=True)
         python = environment / "bin" / "python"
@@ -100,17 +100,19 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-def copy_tracked_files(target: Path) -> set[str]:
-    """Copies what git tracks, and returns the packages' files among it that a wheel must hold.
+def copy_sources(target: Path) -> set[str]:
+    """Copies what a release is built from, and returns the files that a wheel must hold.
 
     In the checkout an earlier build's list of sources would add files to the sdist.
     """
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    files = [x for x in listed.split("\0") if x and (ROOT / x).is_file()]
-    for name in files:
+    found = {x for x in ROOT.iterdir() if x.is_file() and not x.name.startswith(".")}
+    for package in PACKAGES:
+        found |= {x for x in (ROOT / package).rglob("*") if x.is_file()}
+    names = {x.relative_to(ROOT).as_posix() for x in found if x.parent.name != "__pycache__"}
+    for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target / name)
-    return {x for x in files if x.split("/")[0] in PACKAGES and not x.endswith(".md")}
+    return {x for x in names if x.split("/")[0] in PACKAGES and not x.endswith(".md")}
 
 
 def check_files(wheel: Path, wanted: set[str]) -> None:
