@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from burst_jax.layouts.tables import DocumentTables, MaskTables, mask_name
+from burst_jax.layouts.tables import DIMENSIONS, DocumentTables, MaskTables, mask_name
 from burst_jax.ring.request import Request
 
 _PREFIX = "document_tables."
+# The mesh dimensions of a call's tables, by their names among its arrays.
+TABLE_DIMENSIONS = {_PREFIX + name: letters for name, letters in DIMENSIONS.items()}
 
 
 def table_arrays(

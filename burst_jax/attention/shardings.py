@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.arguments import AttentionArguments
+from burst_jax.attention.document_tables import TABLE_DIMENSIONS
 from burst_jax.attention.validation import ARRAYS, WINDOW_SIDES
 from burst_jax.jax_compat import vmapped_over_mesh_axes
-from burst_jax.layouts.tables import DIMENSIONS
 from burst_jax.parallel.mesh import (
     axes_size,
     axis_names,
@@ -34,7 +34,7 @@ _DERIVED = {
     "head_indices": "N",
     "out": "B T N Hv",
     "lse": "B T N",
-    **{f"document_tables.{name}": letters for name, letters in DIMENSIONS.items()},
+    **TABLE_DIMENSIONS,
 }
 # The argument of burst_attention that shards a dimension.
 _ARGUMENTS = (

@@ -77,7 +77,6 @@ def test_equals_the_formula(remat, sizes):
 
 @SLOW
 def test_adapters_equal_the_formula():
-    pytest.importorskip("qwix")
     config = dataclasses.replace(CONFIG, lora=Lora(2, targets=ADAPTED))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
