@@ -65,8 +65,8 @@ class Generator:
 
     Args:
       model: a decoder on a mesh, like :func:`burst_jax.models.load` returns. Its option
-        ``implementation`` names the kernels of the prefill; a token is decoded by one kernel,
-        whichever they are, as :func:`pallas_kernels.decode.partial_attention` describes.
+        ``implementation`` names the kernels of the prefill; a token is decoded by the same kernel
+        for every name but "xla" (:func:`pallas_kernels.decode.partial_attention`).
       max_length: maximum tokens per sequence, of all prompts and all generated tokens. The first
         prompt always fits with its padding; each further prompt (``extend``) may use up to an
         eighth more slots than it has tokens, and at least a few more.
