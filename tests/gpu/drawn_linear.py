@@ -30,7 +30,8 @@ import burst_jax
 from burst_jax import linear
 
 # Relative, Euclidean, of results in bfloat16 with products of bfloat16; or so many times the error
-# of plain JAX on one device, with the same roundings.
+# of plain JAX on one device, with the same roundings. Beta's gradient sums products of two rounded
+# arrays: its error is relative to these.
 ALLOWED, OF_PLAIN = 1e-2, 1.5
 _STATES = ("last", "dstart")
 
@@ -156,11 +157,11 @@ class Check:
         for name in got:
             if not np.array_equal(got[name], again[name]):
                 raise AssertionError(f"{name} differs between two runs, or is not finite")
-        want = linear_cases.truth(self.case)
-        errors = _errors(self.drawn, got, want)
+        truth = linear_cases.truth_and_terms(self.case)
+        errors = _errors(self.drawn, got, *truth)
         allowed = dict.fromkeys(errors, ALLOWED)
         if any(errors[name] > ALLOWED for name in errors):
-            plain = _errors(self.drawn, self._plain(), want)
+            plain = _errors(self.drawn, self._plain(), *truth)
             allowed = {name: max(ALLOWED, OF_PLAIN * error) for name, error in plain.items()}
         return errors, all(errors[name] <= allowed[name] for name in errors)
 
@@ -179,13 +180,14 @@ class Check:
 
 
 def _errors(
-    drawn: Draw, got: dict[str, np.ndarray], want: dict[str, np.ndarray]
+    drawn: Draw, got: dict[str, np.ndarray], want: dict[str, np.ndarray], beta_terms: np.ndarray
 ) -> dict[str, float]:
     """Of results in the layout's order."""
     return {
         name: linear_cases.error(
             x if name in _STATES else burst_jax.from_layout(x, drawn.layout, drawn.devices),
             want[name],
+            beta_terms if name == "dbeta" else None,
         )
         for name, x in got.items()
     }
