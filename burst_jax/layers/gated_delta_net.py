@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from burst_jax.attention.order import reject_wrong_order
+from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.errors import check_integer, check_positive
 from burst_jax.layers.nnx_layer import KERNEL_INIT, project
 from burst_jax.layers.norm import RMSNorm
@@ -210,8 +211,8 @@ class GatedDeltaNet(nnx.Module):
         options = dict(self.options) | {"is_causal": True}
         if positions is None or self._mesh() is None:
             return out
-        if segment_ids is not None and options["padding_id"]:
-            segment_ids = segment_ids - options["padding_id"]  # The check's padding is 0.
+        if segment_ids is not None:
+            segment_ids = with_padding_zero("segment_ids", segment_ids, options["padding_id"])
         return reject_wrong_order(out, positions, segment_ids, options)
 
     def mix(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:

@@ -3,6 +3,7 @@
 # ruff: noqa: E501 (code as it is there)
 
 ORDER = "tests/attention/test_order.py"
+SEGMENT_IDS = "burst_jax/attention/segment_ids.py"
 FUZZ = "tests/attention/test_fuzz.py"
 MASKS = "tests/attention/test_masks.py"
 ERRORS = "tests/attention/test_errors.py"
@@ -77,7 +78,11 @@ MUTANTS = [
     (ORDER_RULES, "and (np.diff(np.sort(x)) == 1).all()", "", f"{ORDER} -k restarts"),
     ("burst_jax/models/decoder.py", "dict(self.options), segment_ids)", "dict(self.options))",
      f"{ORDER} -k steps_and_layers"),
-    (CHECKS, "ids = arguments.query_segment_ids\n", "ids = None\n", f"{ORDER} -k plain"),
+    (CHECKS, "ids = getattr(arguments, name)\n", "ids = None\n", f"{ORDER} -k plain"),
+    (SEGMENT_IDS, "ids + xp.where(is_padding, 0, 1)", "ids", "tests/attention/test_segment_ids.py"),
+    (SEGMENT_IDS, "value < 0 and value != padding_id", "value < 0", "tests/attention/test_segment_ids.py"),
+    ("burst_jax/attention/validation.py", "x, sizes, padding) for name", "x, sizes) for name", FUZZ),
+    ("burst_jax/layers/nnx_layer.py", 'padding_id = options.get("padding_id", 0)', "padding_id = 0", "tests/layers/test_nnx_layer.py -k documents_count_from_zero"),
     ("burst_jax/attention/api.py", "if not mesh.explicit_axes or mesh.manual_axes:", "if True:",
      f"{ONE_DEVICE} -k explicit"),
     (SHARDINGS, "split = axes_size(sharding.mesh, *getattr(sharding, \"spec\", ())) > 1",
