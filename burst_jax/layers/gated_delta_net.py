@@ -216,7 +216,7 @@ class GatedDeltaNet(nnx.Module):
         return reject_wrong_order(out, positions, segment_ids, options)
 
     def mix(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The call, without positions."""
+        """As a call without positions."""
         return self._mix(x, segment_ids)[0]
 
     def prefill(
@@ -387,7 +387,7 @@ class GatedDeltaNet(nnx.Module):
             at = jnp.clip(wanted, 0, length - 1)
             near, is_token = (jnp.take_along_axis(a, at, axis=1) for a in (ids, present))
             same = (near == near[:, -1:]) & (wanted >= 0)
-            # Behind the last token of another document.
+            # No token of another document is between a token and the last one.
             unbroken = jnp.cumprod(jnp.flip(same | ~is_token, 1).astype(jnp.int32), axis=1)
             valid = same & is_token & (jnp.flip(unbroken, 1) > 0)
         at = jnp.asarray(index_of, jnp.int32)[jnp.clip(wanted, 0, length - 1)]
