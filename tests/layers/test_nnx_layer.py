@@ -99,10 +99,12 @@ def test_positions_are_checked_where_documents_count_from_zero():
     # Documents 0 and 1; padding has anything.
     segments = np.repeat([[0, 1, -1]], [20, 8, 4], axis=1)
     pos = np.concatenate([np.arange(20), np.arange(8), [9, 3, 3, 0]])[None]
-    segments, right = (np.tile(to_layout(x, "zigzag", 2), (B, 1)) for x in (segments, pos))
+    segments, right = (
+        jnp.asarray(np.tile(to_layout(x, "zigzag", 2), (B, 1))) for x in (segments, pos)
+    )
     assert np.isfinite(layer(X, right, segments)).all()
     with pytest.raises(ValueError, match="in another order than its tokens"):
-        layer(X, np.where((segments == 0) & (right < 4), 3 - right, right), segments)
+        layer(X, jnp.where((segments == 0) & (right < 4), 3 - right, right), segments)
 
 
 @pytest.mark.parametrize("run", [lambda layer, x: layer(x), nnx.jit(lambda layer, x: layer(x))])
