@@ -273,20 +273,15 @@ class Layout(abc.ABC):
         assert order is not None
         return Ordered(self, np.broadcast_to(order, segment_ids.shape), segment_ids[:, order])
 
-    def fitted(self, segment_ids: np.ndarray, num_shards: int) -> Layout:
-        """The layout, with what the documents ``[B, T]`` of a batch determine of it."""
-        del segment_ids, num_shards
-        return self
-
     def variants(self, shard_length: int) -> tuple[Layout, ...]:
-        """All that :meth:`fitted` may return, for shards of this length."""
+        """All layouts that :meth:`order_of` may return, for shards of this length."""
         del shard_length
         return (self,)
 
     def of_lengths(
         self, lengths: Sequence[Sequence[int]], num_shards: int, shard_length: int
     ) -> tuple[Layout, Iterable[Runs]]:
-        """:meth:`fitted` to documents of these lengths, and the runs of each sequence's documents.
+        """The layout for documents of these lengths, and the runs of each sequence's documents.
 
         Runs are those of natural order, or of the layout's order if it differs between sequences.
         """
