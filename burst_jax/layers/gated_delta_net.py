@@ -101,7 +101,8 @@ class GatedDeltaNet(nnx.Module):
       tensor_axis: the mesh axes that shard the heads, K and N.
       layout: "contiguous" or "zigzag".
       padding_id: the segment id of padding.
-      implementation: that of the gated delta rule; None is the fastest that supports the call.
+      implementation: that of the gated delta rule, "mosaic_sm90", "mosaic_sm80" or "xla"; None is
+        the fastest that supports the call.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown layout.

@@ -139,8 +139,8 @@ def gated_delta_rule(
         unchanged, its output is 0, and its arrays may hold anything. Default 0.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
-      implementation: "mosaic_sm90" (Hopper; bfloat16, head dims 128), "xla", or None for the
-        fastest that supports the call.
+      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16 and
+        head dims 128; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with

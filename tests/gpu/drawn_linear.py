@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import linear_cases
 import numpy as np
+from ampere import compile_as_ampere
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -206,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--head-dim", type=int, default=128, help="of keys and values (default: 128)")
     add("--threads", type=int, default=8, help="that compile (default: 8)")
     args = parser.parse_args(argv)
+    compile_as_ampere(args.implementation)
     start, ran, wrong = time.perf_counter(), 0, 0
     late, worst = start + 60 * args.minutes, dict.fromkeys(linear_cases.NAMES, 0.0)
     indices = iter(range(args.first, args.count, args.step) if args.only is None else [args.only])

@@ -41,7 +41,8 @@ OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
-LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k edges"
+LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
+LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
@@ -678,13 +679,20 @@ MUTANTS = [
     ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
      "tests/pallas_kernels/test_linear_inverse.py"),
     ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
-    ("pallas_kernels/linear/sm90/operation.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/families.py", "valid & ~begins", "valid", LINEAR_SM90),
     ("pallas_kernels/linear/sm90/pipeline.py",
      "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
      "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
     ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
     ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
      "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
+    ("pallas_kernels/linear/sm80/scan.py", "values = values * has_values", "pass", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py",
+     "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",
+     "        start(jnp.minimum(index + 1, chunks - 1), stage)\n        return", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/gradients.py", "write = write * along_rows(out)", "pass", LINEAR_SM80),
+    ("pallas_kernels/mosaic/sm80/instructions.py", "exchanged(words[1], words[3], high, 2)",
+     "exchanged(words[1], words[3], odd, 2)", "tests/pallas_kernels/test_sm80_stores.py"),
     # --- what grouped products and decoding leave out
     ("pallas_kernels/group_tiles.py", "begin = jnp.maximum(first, starts[group])", "begin = first",
      "tests/pallas_kernels/test_grouped.py -k one_tile"),
