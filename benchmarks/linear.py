@@ -123,6 +123,7 @@ CHECKED = {
     "grouped, strong decay": Case(960, 4, 2, decay=3.0),
     "documents and padding": Case(1024, 4, 4, documents=True),
     "beta 0, 1 and 2": Case(1024, 4, 4, batch=2, edges=True),
+    "many chunks": Case(8192, 32, 16, documents=True),
 }
 
 
@@ -164,7 +165,7 @@ def _rule_of(implementation: str, tokens: Tokens | None) -> Callable[..., Any]:
 
 
 def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    """The same by two blocks, as devices exchange them: affine maps, then both at once."""
+    """The same by two blocks, as devices exchange them, and with inverses in a launch apart."""
 
     def blocks(x: jax.Array) -> jax.Array:
         return x.reshape(2, -1, *x.shape[2:])
@@ -177,10 +178,10 @@ def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> di
     do = blocks(do)
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
-    prepared = operation.prepare(given)
+    prepared = operation.prepare(given, operation.Form.APART)
     m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
     starts = jnp.concatenate([start, ends[:1]])
-    o, ends = operation.forward(given, prepared, starts, SCALE)
+    o, ends, prepared = operation.forward(given, prepared, starts, SCALE)
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
     lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
@@ -250,13 +251,20 @@ def kernel_programs(case: Case) -> list[Program]:
             chunk_gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),
         )
 
+    apart = functools.partial(operation.prepare, form=operation.Form.APART)
+    scan = functools.partial(operation.forward, scale=SCALE)
+
+    def scan_with_inverses(inputs: Inputs, vectors: jax.Array, start: jax.Array) -> Any:
+        return scan(inputs, operation.Prepared(vectors, None), start)
+
+    ahead = [(
+        "scan with inverses", scan_with_inverses,
+        lambda done: (inputs, done["prepare"].vectors, start),
+    )]  # fmt: skip
     return [
-        ("prepare", operation.prepare, lambda done: (inputs,)),
-        (
-            "scan",
-            functools.partial(operation.forward, scale=SCALE),
-            lambda done: (inputs, done["prepare"], start),
-        ),
+        ("prepare", apart, lambda done: (inputs,)),
+        ("scan", scan, lambda done: (inputs, done["prepare"], start)),
+        *(ahead if operation.Form.of(inputs) is operation.Form.AHEAD else []),
         ("affine map", operation.affine, lambda done: (inputs, done["prepare"], start)),
         ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
         (

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.cuda_compiler
 LENGTH, HEADS, KEY_HEADS = 448, 4, 2
 
 
-KERNELS = "inverses", "output", "last", "states", "first_gradient", "gradients"
+KERNELS = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
 
 
 def every_kernel(inputs, start, do, last):
     """What a device runs forward and backward, alone or with a shard of a sequence."""
-    prepared, scale = operation.prepare(inputs), 0.1
+    prepared, scale = operation.prepare(inputs, operation.Form.APART), 0.1
+    ahead = operation.prepare(inputs, operation.Form.AHEAD)
     return (
         operation.forward(inputs, prepared, start, scale),
+        operation.forward(inputs, ahead, start, scale),
         operation.affine(inputs, prepared, start),
         operation.first_state_gradient(inputs, prepared, do, last, scale),
         operation.backward(inputs, prepared, start, do, last, scale),

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def run(case):
+def run(case, form):
     """Results by name; those of the affine map and of the first state's gradient alone, too."""
 
     def bf16(x):
@@ -37,8 +37,8 @@ def run(case):
     inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
     with interpreted.interpreted():
-        prepared = operation.prepare(inputs)
-        results = operation.forward(inputs, prepared, start, case.scale)
+        prepared = operation.prepare(inputs, form)
+        *results, prepared = operation.forward(inputs, prepared, start, case.scale)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
         m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
@@ -49,16 +49,17 @@ def run(case):
 
 
 @pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize("form", operation.Form)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n == "edges-grouped" else pytest.mark.slow) for n in CASES],
 )
-def test_as_exact_as_bfloat16(name):
+def test_as_exact_as_bfloat16(name, form):
     length, options = CASES[name]
     case = linear_cases.draw(np.random.default_rng(0), length, **options)
     want = linear_cases.truth(case)
     want |= {"mapped": want["last"], "alone": want["dstart"]}
-    results = run(case)
+    results = run(case, form)
     for result, got in results.items():
         assert linear_cases.error(got, want[result]) < 8e-3, result
     if case.ids is not None:

@@ -55,6 +55,21 @@ class _Memory(NamedTuple):
     arrived: Any
 
 
+def invert(a: Any, x: Any, vectors: Any, scaled: Any) -> None:
+    """Writes X beta.
+
+    Args:
+      a: float16 A, of which each thread has written its part.
+      x: for float16 X.
+      vectors: of the chunk, from LOG on.
+      scaled: for X beta.
+    """
+    warpgroup_barrier()  # A is complete.
+    inverse.invert(a, x)
+    inverses = plgpu.load(x, layout=TILE).astype(jnp.float32)
+    scaled[...] = (inverses * along_columns(vectors, BETA - LOG)).astype(jnp.bfloat16)
+
+
 def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
     """X beta, bfloat16 ``[B, N, T, 64]``.
 
@@ -83,11 +98,7 @@ def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
             memory.a[...] = a.astype(jnp.float16)
 
         pl.run_scoped(product, accumulator())
-        warpgroup_barrier()  # A is complete.
-        inverse.invert(memory.a, memory.x)
-        x = plgpu.load(memory.x, layout=TILE).astype(jnp.float32)
-        x = x * along_columns(memory.vectors, BETA - LOG)
-        memory.scaled[...] = x.astype(jnp.bfloat16)
+        invert(memory.a, memory.x, memory.vectors, memory.scaled)
         proxy_fence()
         warpgroup_barrier()
         plgpu.copy_smem_to_gmem(memory.scaled, result.at[b, h, tokens])

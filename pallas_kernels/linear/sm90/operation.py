@@ -5,6 +5,7 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,9 +27,31 @@ from pallas_kernels.linear.chunks import (
 )
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
+from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.gradients import GradientInputs
 from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
+
+
+class Form(enum.Enum):
+    """How the forward pass computes X and P.
+
+    APART: X in a launch of its own, P in the warpgroup beside each scan: fewest bytes.
+    AHEAD: both in the scan's launch on SMs that have no scan: the shortest scan.
+    """
+
+    APART = "apart"
+    AHEAD = "ahead"
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Form:
+        """AHEAD where a chunk's X and P have the time that the scan has for it.
+
+        A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must
+        be as many SMs for them as for scans.
+        """
+        chains = inputs.v.shape[0] * inputs.v.shape[2]
+        return cls.AHEAD if spare_clusters(chains) >= chains else cls.APART
 
 
 class Prepared(NamedTuple):
@@ -36,38 +59,42 @@ class Prepared(NamedTuple):
 
     Attributes:
       vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
-      x: X beta, bfloat16 ``[B, N, T, 64]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``; None where the forward scan computes it.
     """
 
     vectors: jax.Array
-    x: jax.Array
+    x: jax.Array | None
 
 
-def prepare(inputs: Inputs) -> Prepared:
-    """The vectors and inverses of all chunks."""
+def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
+    """The vectors of all chunks, and in the form APART the inverses; None is the faster form."""
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    return Prepared(vectors, inverses.inverses(inputs.k, vectors))
+    form = Form.of(inputs) if form is None else form
+    return Prepared(vectors, None if form is Form.AHEAD else inverses.inverses(inputs.k, vectors))
 
 
 def forward(
     inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token."""
-    given = ScanInputs(
-        inputs.q, inputs.k, inputs.v, prepared.x, prepared.vectors, _transposed(start)
-    )
-    o, _, last = scan(given, scale, Mode.OUTPUT)
+) -> tuple[jax.Array, jax.Array, Prepared]:
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and all inverses."""
+    vectors, x = prepared
+    given = ScanInputs(inputs.q, inputs.k, inputs.v, x, vectors, _transposed(start))
+    if x is None:
+        o, last, x, _ = forward_with_inverses(given, scale)
+    else:
+        o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
     if inputs.tokens is not None:
         o = jnp.where(inputs.tokens.valid[..., None, None], o, 0)
-    return o, _transposed(last)
+    return o, _transposed(last), Prepared(vectors, x)
 
 
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
     identity = jnp.broadcast_to(jnp.eye(HEAD_DIM, dtype=jnp.float32), start.shape)
     start = jnp.concatenate([_transposed(start), identity], axis=2)
-    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
+    x = inverses.inverses(inputs.k, prepared.vectors) if prepared.x is None else prepared.x
+    given = ScanInputs(None, inputs.k, inputs.v, x, prepared.vectors, start)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return _transposed(last[:, :, HEAD_DIM:]), _transposed(last[:, :, :HEAD_DIM])
 
@@ -197,7 +224,6 @@ MOSAIC_SM90 = Implementation(
     prepare=_unmarked(prepare),
     forward=_unmarked(forward),
     affine=_unmarked(affine),
-    keep=lambda prepared: prepared,
     restore=lambda inputs, kept: kept,
     first_gradient=_unmarked(first_state_gradient),
     backward=_unmarked(backward),

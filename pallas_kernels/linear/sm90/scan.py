@@ -76,12 +76,13 @@ class Place(NamedTuple):
     part: Any
 
     @classmethod
-    def of(cls, cluster: Any, parts: int, groups: int) -> Place:
-        """Of a CTA of the cluster with this index, of a batch index's."""
+    def of(cls, cluster: Any, parts: int, groups: int, batch: Any = None) -> Place:
+        """Of a CTA of the cluster with this index, of a batch index's; None is the grid's."""
+        batch = lax.axis_index("batch") if batch is None else batch
         index = cta_index(cluster)
         head = lax.div(index, i32(parts))
         part = lax.rem(index, i32(parts))
-        return cls(lax.axis_index("batch"), head, lax.div(head, i32(groups)), part)
+        return cls(batch, head, lax.div(head, i32(groups)), part)
 
     @property
     def columns(self) -> Any:
@@ -108,6 +109,7 @@ class ScanInputs(NamedTuple):
       x: X beta, bfloat16 ``[B, N, T, 64]``.
       vectors: of the chunks.
       start: first state, transposed, float32 ``[B, N, columns, 128]``.
+      p: P, bfloat16 ``[B, N, T, 64]``; None where the scan computes it, or does not need it.
     """
 
     q: Any
@@ -116,6 +118,7 @@ class ScanInputs(NamedTuple):
     x: Any
     vectors: Any
     start: Any
+    p: Any = None
 
 
 class ScanMemory(NamedTuple):
@@ -130,7 +133,7 @@ class ScanMemory(NamedTuple):
       arrived: by stage.
       free: by stage.
       p: ``[STAGES, 64, 64]``.
-      p_written: by stage.
+      p_written: by stage, where the scan computes P.
       columns: ``[SLOTS, 64 tokens, 64 columns]``: o or U.
       columns_written: by slot.
       columns_free: by slot.
@@ -156,11 +159,11 @@ class ScanMemory(NamedTuple):
     states_free: Any = None
 
     @classmethod
-    def of(cls, mode: Mode) -> ScanMemory:
-        """Descriptions."""
+    def of(cls, mode: Mode, *, scores: bool = True) -> ScanMemory:
+        """Descriptions; ``scores`` is whether P is computed for outputs, and not copied."""
         outputs, slots = mode is Mode.OUTPUT, {}
         if outputs:
-            slots |= scores_of()
+            slots |= scores_of() if scores else {"p": matrix(STAGES, CHUNK, CHUNK)}
         if mode is not Mode.LAST:
             slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
         if mode is Mode.STATES:
@@ -171,7 +174,9 @@ class ScanMemory(NamedTuple):
             v=matrix(STAGES, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
             vectors=numbers(STAGES, SCANNED),
-            arrived=plgpu.Barrier(num_arrivals=5 if outputs else 4, num_barriers=STAGES),
+            arrived=plgpu.Barrier(
+                num_arrivals=4 + outputs + (outputs and not scores), num_barriers=STAGES
+            ),
             free=stages_barrier(),
             **slots,
         )
@@ -206,6 +211,7 @@ def scan_cta(
     states: Any,
     last: Any,
     memory: ScanMemory,
+    wait: Callable[[Any], None] | None = None,
 ) -> None:
     """A CTA's scan.
 
@@ -218,6 +224,7 @@ def scan_cta(
       states: the states before all pairs of chunks, or None.
       last: the last state, transposed, or None.
       memory: shared memory.
+      wait: ``wait(step)`` waits until X and P of a step are in global memory; None if all are.
     """
     chunks = given.vectors.shape[2]
     b, h, key_head, _ = place
@@ -235,10 +242,14 @@ def scan_cta(
             copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
         values = given.v.at[b, at, h, place.values]
         plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        if wait is not None:
+            wait(step)
         copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
+        if given.p is not None:
+            copy_to_cluster(given.p.at[b, h, at], memory.p.at[stage], arrived)
 
     results, scores = [], None
-    if mode is Mode.OUTPUT:
+    if mode is Mode.OUTPUT and given.p is None:
         scores = Scores(
             memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
         )
@@ -320,8 +331,9 @@ def _step(
             u = plgpu.wgmma_accumulator_load(u_acc)
             plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k)
             u = u.astype(jnp.bfloat16)
-            if scores is not None:
-                plgpu.wgmma(o_acc, u, transposed(scores.wait(stage)))
+            if outputs:
+                p = memory.p.at[stage] if scores is None else scores.wait(stage)
+                plgpu.wgmma(o_acc, u, transposed(p))
             elif mode is Mode.STATES:
                 results[-1].put(index, u, transpose=True)
             proxy_fence()
