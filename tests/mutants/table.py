@@ -673,7 +673,8 @@ MUTANTS = [
     ("pallas_kernels/linear/sm90/pipeline.py",
      "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
      "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
-    ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py", "for step in (chunks - 2, chunks - 1):", "for step in ():",
+     LINEAR_SM90),
     ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
      "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
     # --- what grouped products and decoding leave out

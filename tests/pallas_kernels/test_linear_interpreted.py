@@ -15,11 +15,12 @@ from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.sm90 import operation
 
 # [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
-# begin inside of chunks; padding; groups.
+# begin inside of chunks; padding; groups; chunks that leave nothing in the last state.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
     "strong-decay": (64, {"heads": 1, "decay": 3.0}),
+    "6-chunks-forgotten": (384, {"heads": 2, "key_heads": 2, "decay": 3.0}),
 }
 
 

@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.sm90.instructions import TILE
 class _Inputs(NamedTuple):
     k: Any
     vectors: Any
+    first: Any
 
 
 class _Memory(NamedTuple):
@@ -70,18 +71,29 @@ def invert(a: Any, x: Any, vectors: Any, scaled: Any) -> None:
     scaled[...] = (inverses * along_columns(vectors, BETA - LOG)).astype(jnp.bfloat16)
 
 
-def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
+def inverses(k: jax.Array, vectors: jax.Array, first: jax.Array | None = None) -> jax.Array:
     """X beta, bfloat16 ``[B, N, T, 64]``.
 
     Args:
       k: bfloat16 ``[B, T, K, 128]``.
       vectors: :func:`pallas_kernels.linear.chunks.chunk_vectors`.
+      first: chunks before it are left out, int32 ``[B, N]``; None is 0.
     """
     batch, heads, chunks, _ = vectors.shape
     groups = heads // k.shape[2]
 
     def kernel(given: _Inputs, result: Any, memory: _Memory) -> None:
         n, h, b = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
+        if given.first is None:
+            invert_chunk(n, h, b, given, result, memory)
+        else:
+            pl.when(n >= given.first[b, h])(
+                lambda: invert_chunk(n, h, b, given, result, memory)
+            )
+
+    def invert_chunk(
+        n: Any, h: Any, b: Any, given: _Inputs, result: Any, memory: _Memory
+    ) -> None:
         tokens, key_head = pl.ds(n * CHUNK, CHUNK), lax.div(h, i32(groups))
         for source, target in (
             (given.k.at[b, tokens, key_head], memory.k),
@@ -119,7 +131,7 @@ def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"chunk": chunks, "head": heads, "batch": batch},
         warpgroups=1,
-        inputs=_Inputs(k, vectors),
+        inputs=_Inputs(k, vectors, first),
         results=x,
         memory=memory,
     )

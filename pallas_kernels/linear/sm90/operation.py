@@ -24,11 +24,13 @@ from pallas_kernels.linear.chunks import (
     cumulative_sum,
     cut,
     merged,
+    reaching,
 )
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.gradients import GradientInputs
+from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
 
@@ -93,8 +95,10 @@ def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Ar
     """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
     identity = jnp.broadcast_to(jnp.eye(HEAD_DIM, dtype=jnp.float32), start.shape)
     start = jnp.concatenate([_transposed(start), identity], axis=2)
-    x = inverses.inverses(inputs.k, prepared.vectors) if prepared.x is None else prepared.x
-    given = ScanInputs(None, inputs.k, inputs.v, x, prepared.vectors, start)
+    vectors, x = prepared
+    first, _ = reaching(vectors, LEAST_STEPS)
+    x = inverses.inverses(inputs.k, vectors, first) if x is None else x
+    given = ScanInputs(None, inputs.k, inputs.v, x, vectors, start, first=first)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return _transposed(last[:, :, HEAD_DIM:]), _transposed(last[:, :, :HEAD_DIM])
 
@@ -103,7 +107,9 @@ def first_state_gradient(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
 ) -> jax.Array:
     """The gradient of the first state alone."""
-    return _transposed(first_gradient(_reverse_inputs(inputs, prepared, do, last), scale))
+    _, end = reaching(prepared.vectors, LEAST_STEPS)
+    given = _reverse_inputs(inputs, prepared, do, last)._replace(end=end)
+    return _transposed(first_gradient(given, scale))
 
 
 def backward(

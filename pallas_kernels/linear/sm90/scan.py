@@ -110,6 +110,8 @@ class ScanInputs(NamedTuple):
       vectors: of the chunks.
       start: first state, transposed, float32 ``[B, N, columns, 128]``.
       p: P, bfloat16 ``[B, N, T, 64]``; None where the scan computes it, or does not need it.
+      first: the chunk with which a head's scan for the last state begins, int32 ``[B, N]``; None
+        is 0.
     """
 
     q: Any
@@ -119,6 +121,7 @@ class ScanInputs(NamedTuple):
     vectors: Any
     start: Any
     p: Any = None
+    first: Any = None
 
 
 class ScanMemory(NamedTuple):
@@ -226,16 +229,17 @@ def scan_cta(
       memory: shared memory.
       wait: ``wait(step)`` waits until X and P of a step are in global memory; None if all are.
     """
-    chunks = given.vectors.shape[2]
     b, h, key_head, _ = place
+    first = 0 if given.first is None else given.first[b, h]
+    chunks = given.vectors.shape[2] - first
 
     def tokens(step):
-        return pl.ds(step * CHUNK, CHUNK)
+        return pl.ds((first + step) * CHUNK, CHUNK)
 
     def start(step, stage):
         at = tokens(step)
         arrived = memory.arrived.at[stage]
-        vectors = given.vectors.at[b, h, step, pl.ds(INTO, SCANNED)]
+        vectors = given.vectors.at[b, h, first + step, pl.ds(INTO, SCANNED)]
         copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
         plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         if mode is Mode.OUTPUT:
@@ -278,7 +282,7 @@ def scan_cta(
         state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(mode, scale, place, memory, results, scores)
         if mode is Mode.STATES:
-            state = for_each_pair(chunks, step, state)
+            state = for_each_pair(given.vectors.shape[2], step, state)
         else:
             state = lax.fori_loop(i32(0), i32(chunks), step, state)
         if last is not None:
