@@ -67,6 +67,16 @@ class Family(NamedTuple):
         modules = (importlib.import_module(f"{package}.{part}") for part in cls._fields[1:])
         return cls(name, *modules)
 
+    def prepare(self, inputs: Inputs) -> Any:
+        """The inverses of all chunks, also where the forward scan would compute them itself."""
+        apart = {"form": self.operation.Form.APART} if self.may_scan_with_inverses else {}
+        return self.operation.prepare(inputs, **apart)
+
+    @property
+    def may_scan_with_inverses(self) -> bool:
+        """Whether there is a forward scan that computes the inverses in its launch."""
+        return hasattr(self.operation, "Form")
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -147,6 +157,7 @@ CHECKED = {
     "grouped, strong decay": Case(960, 4, 2, decay=3.0),
     "documents and padding": Case(1024, 4, 4, documents=True),
     "beta 0, 1 and 2": Case(1024, 4, 4, batch=2, edges=True),
+    "many chunks": Case(8192, 32, 16, documents=True),
 }
 
 
@@ -192,7 +203,7 @@ def _rule_of(implementation: str, tokens: Tokens | None) -> Callable[..., Any]:
 def _results_of_two_blocks(
     family: Family, inputs: Inputs, start: Any, do: Any, last: Any
 ) -> dict[str, jax.Array]:
-    """The same by two blocks, as devices exchange them: affine maps, then both at once."""
+    """The same by two blocks, as devices exchange them, and with inverses in a launch apart."""
 
     def blocks(x: jax.Array) -> jax.Array:
         return x.reshape(2, -1, *x.shape[2:])
@@ -205,11 +216,10 @@ def _results_of_two_blocks(
     do = blocks(do)
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
-    operation = family.operation
-    prepared = operation.prepare(given)
+    operation, prepared = family.operation, family.prepare(given)
     m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
     starts = jnp.concatenate([start, ends[:1]])
-    o, ends = operation.forward(given, prepared, starts, SCALE)
+    o, ends, prepared = operation.forward(given, prepared, starts, SCALE)
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
     lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
@@ -278,13 +288,21 @@ def kernel_programs(case: Case, family: Family) -> list[Program]:
         vectors = done["prepare"].vectors
         return (gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),)
 
+    scan = functools.partial(operation.forward, scale=SCALE)
+
+    def scan_with_inverses(inputs: Inputs, vectors: jax.Array, start: jax.Array) -> Any:
+        return scan(inputs, operation.Prepared(vectors, None), start)
+
+    ahead: list[Program] = []
+    if family.may_scan_with_inverses and operation.Form.of(inputs) is operation.Form.AHEAD:
+        ahead = [(
+            "scan with inverses", scan_with_inverses,
+            lambda done: (inputs, done["prepare"].vectors, start),
+        )]  # fmt: skip
     return [
-        ("prepare", operation.prepare, lambda done: (inputs,)),
-        (
-            "scan",
-            functools.partial(operation.forward, scale=SCALE),
-            lambda done: (inputs, done["prepare"], start),
-        ),
+        ("prepare", family.prepare, lambda done: (inputs,)),
+        ("scan", scan, lambda done: (inputs, done["prepare"], start)),
+        *ahead,
         ("affine map", operation.affine, lambda done: (inputs, done["prepare"], start)),
         ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
         (

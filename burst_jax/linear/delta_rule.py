@@ -27,7 +27,7 @@ from pallas_kernels.linear.choice import resolve
 
 # The names under which a remat policy can save results, so that no scan and no exchange runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
-CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states")
+CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states", "gated_delta_rule_chunks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Residuals(NamedTuple):
 
     Attributes:
       inputs: of the forward pass.
-      kept: of what the implementation prepared.
+      kept: what the implementation keeps of it.
       start: the state before each run.
       m: of each run's map; None without an exchange.
     """
@@ -164,9 +164,10 @@ def _forward(
         m, ends = implementation.affine(inputs, prepared, start)
         start = start + arriving(runs, Maps(m, ends))
         m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
-    o, last = implementation.forward(inputs, prepared, start, scale)
+    o, last, kept = implementation.forward(inputs, prepared, start, scale)
     o = checkpoint_name(o, CHECKPOINT_NAMES[0])
-    return (o, last), _Residuals(inputs, implementation.keep(prepared), start, m)
+    kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[2]), kept)
+    return (o, last), _Residuals(inputs, kept, start, m)
 
 
 def _backward(

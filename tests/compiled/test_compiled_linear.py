@@ -29,7 +29,7 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     capfd.readouterr()
     compile_linear(operation, "h100")
     seen = compiled.ptxas("".join(capfd.readouterr()))
-    kernels = "inverses", "output", "last", "states", "first_gradient", "gradients"
+    kernels = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert (seen.stack, seen.spills) == (0, 0)
     assert not seen.serialized

@@ -16,17 +16,19 @@ from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.sm80 import operation as sm80
 from pallas_kernels.linear.sm90 import operation as sm90
 
-# What interprets them, and their operation.
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "sm90": (interpreted.interpreted, sm90),
-    "sm80": (interpreted_sm80.interpreted, sm80),
+# What interprets them, their operation, and arguments of its first pass.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sm90": (interpreted.interpreted, sm90, {"form": sm90.Form.APART}),
+    "sm90-ahead": (interpreted.interpreted, sm90, {"form": sm90.Form.AHEAD}),
+    "sm80": (interpreted_sm80.interpreted, sm80, {}),
 }
 # [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
-# begin inside of chunks; padding; groups.
+# begin inside of chunks; padding; groups; chunks that leave nothing in the last state.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
     "strong-decay": (64, {"heads": 1, "decay": 3.0}),
+    "6-chunks-forgotten": (384, {"heads": 2, "key_heads": 2, "decay": 3.0}),
 }
 
 
@@ -43,10 +45,10 @@ def run(case, family):
     gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
     inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
-    interpret, operation = FAMILIES[family]
+    interpret, operation, options = FAMILIES[family]
     with interpret():
-        prepared = operation.prepare(inputs)
-        results = operation.forward(inputs, prepared, start, case.scale)
+        prepared = operation.prepare(inputs, **options)
+        *results, prepared = operation.forward(inputs, prepared, start, case.scale)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
         m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)

@@ -57,9 +57,12 @@ def compile_linear(operation, gpu):
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
 
     def run(inputs, start, do, last):
-        prepared, scale = operation.prepare(inputs), 0.1
+        scale, forms = 0.1, getattr(operation, "Form", None)
+        each = [{}] if forms is None else [{"form": form} for form in forms]
+        # The first form has prepared everything.
+        prepared, *others = (operation.prepare(inputs, **form) for form in each)
         return (
-            operation.forward(inputs, prepared, start, scale),
+            [operation.forward(inputs, x, start, scale) for x in (prepared, *others)],
             operation.affine(inputs, prepared, start),
             operation.first_state_gradient(inputs, prepared, do, last, scale),
             operation.backward(inputs, prepared, start, do, last, scale),

@@ -50,13 +50,13 @@ def prepare(inputs: Inputs) -> Prepared:
 
 def forward(
     inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token."""
+) -> tuple[jax.Array, jax.Array, Prepared]:
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and ``prepared``."""
     (p, x), vectors = prepared.chunks, prepared.vectors
     given = ScanInputs(inputs.q, inputs.k, inputs.v, p, x, vectors, transposed(start))
     o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
-    return zeros_in_padding(inputs, o), transposed(last)
+    return zeros_in_padding(inputs, o), transposed(last), prepared
 
 
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +137,6 @@ MOSAIC_SM80 = Implementation(
     prepare=unmarked(prepare),
     forward=unmarked(forward),
     affine=unmarked(affine),
-    keep=lambda prepared: prepared,
     restore=lambda inputs, kept: kept,
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),

@@ -5,13 +5,14 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.backend import needs_gpu
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
-from pallas_kernels.linear.chunks import CHUNK, chunk_vectors
+from pallas_kernels.linear.chunks import CHUNK, chunk_vectors, reaching
 from pallas_kernels.linear.families import (
     affine_map,
     gate_gradients,
@@ -24,9 +25,32 @@ from pallas_kernels.linear.families import (
 )
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
+from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.gradients import GradientInputs
+from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
+
+
+class Form(enum.Enum):
+    """How the forward pass computes X and P.
+
+    APART: X in a launch of its own, P in the warpgroup beside each scan: fewest bytes.
+    AHEAD: both in the scan's launch on SMs that have no scan: the shortest scan.
+    """
+
+    APART = "apart"
+    AHEAD = "ahead"
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Form:
+        """AHEAD where a chunk's X and P have the time that the scan has for it.
+
+        A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must
+        be as many SMs for them as for scans.
+        """
+        chains = inputs.v.shape[0] * inputs.v.shape[2]
+        return cls.AHEAD if spare_clusters(chains) >= chains else cls.APART
 
 
 class Prepared(NamedTuple):
@@ -34,35 +58,41 @@ class Prepared(NamedTuple):
 
     Attributes:
       vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
-      x: X beta, bfloat16 ``[B, N, T, 64]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``; None where the forward scan computes it.
     """
 
     vectors: jax.Array
-    x: jax.Array
+    x: jax.Array | None
 
 
-def prepare(inputs: Inputs) -> Prepared:
-    """The vectors and inverses of all chunks."""
+def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
+    """The vectors of all chunks, and in the form APART the inverses; None is the faster form."""
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    return Prepared(vectors, inverses.inverses(inputs.k, vectors))
+    form = Form.of(inputs) if form is None else form
+    return Prepared(vectors, None if form is Form.AHEAD else inverses.inverses(inputs.k, vectors))
 
 
 def forward(
     inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """The output, bfloat16 ``[B, T, N, 128]``, and the state after the last token."""
-    given = ScanInputs(
-        inputs.q, inputs.k, inputs.v, prepared.x, prepared.vectors, transposed(start)
-    )
-    o, _, last = scan(given, scale, Mode.OUTPUT)
+) -> tuple[jax.Array, jax.Array, Prepared]:
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and all inverses."""
+    vectors, x = prepared
+    given = ScanInputs(inputs.q, inputs.k, inputs.v, x, vectors, transposed(start))
+    if x is None:
+        o, last, x, _ = forward_with_inverses(given, scale)
+    else:
+        o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
-    return zeros_in_padding(inputs, o), transposed(last)
+    return zeros_in_padding(inputs, o), transposed(last), Prepared(vectors, x)
 
 
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
+    vectors, x = prepared
+    first, _ = _reaching(vectors)
+    x = inverses.inverses(inputs.k, vectors, first) if x is None else x
     start = with_identity(start)
-    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
+    given = ScanInputs(None, inputs.k, inputs.v, x, vectors, start, first=first)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return affine_map(last)
 
@@ -71,7 +101,9 @@ def first_state_gradient(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
 ) -> jax.Array:
     """The gradient of the first state alone."""
-    return transposed(first_gradient(_reverse_inputs(inputs, prepared, do, last), scale))
+    _, end = _reaching(prepared.vectors)
+    given = _reverse_inputs(inputs, prepared, do, last)._replace(end=end)
+    return transposed(first_gradient(given, scale))
 
 
 def backward(
@@ -118,6 +150,13 @@ def backward_inputs(
     return given, _reverse_inputs(inputs, prepared, do, last)
 
 
+def _reaching(vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """:func:`reaching`, or None for all chunks where scans of a computed number are not shorter."""
+    if vectors.shape[2] <= LEAST_STEPS:
+        return None, None
+    return reaching(vectors, LEAST_STEPS)
+
+
 def _reverse_inputs(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
 ) -> ReverseInputs:
@@ -135,7 +174,6 @@ MOSAIC_SM90 = Implementation(
     prepare=unmarked(prepare),
     forward=unmarked(forward),
     affine=unmarked(affine),
-    keep=lambda prepared: prepared,
     restore=lambda inputs, kept: kept,
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
