@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 import train_lm
 from data_files import write_words
+from local_processes import Program
 from run_log import RunLog, read_metrics
 
 from burst_jax.training import Checkpoints
@@ -39,7 +37,7 @@ class Training:
         self.out, self.checkpoints, self.metrics = out, out / "checkpoints", out / "metrics.jsonl"
         self._steps = steps
         self._printed = out.with_suffix(".printed")
-        self._command = [sys.executable, "-W", "error", str(train_lm.__file__), *TINY]
+        self._command = [str(train_lm.__file__), *TINY]
         self._command += [f"--steps={steps}", f"--out={out}", f"--data={corpus}"]
 
     @property
@@ -57,10 +55,8 @@ class Training:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000" if kill_when else "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        with self._printed.open("w") as out:
-            process = subprocess.Popen(
-                self._command, stdout=out, stderr=out, env=os.environ | environment
-            )
+        self._printed.unlink(missing_ok=True)
+        process = Program(self._command, environment, self._printed, self._printed)
         try:
             end = time.monotonic() + PATIENCE
             while process.poll() is None and not (kill_when and kill_when()):
