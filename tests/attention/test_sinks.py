@@ -21,6 +21,7 @@ from split_runs import rules_of
 
 import burst_jax
 from burst_jax.models import (
+    Decoder,
     DecoderConfig,
     DynamicRope,
     LayerKind,
@@ -81,7 +82,11 @@ def test_sinks_are_float32_whatever_the_other_weights_are():
     _, params = abstract_decoder(config, mesh=make_mesh())
     attention = nnx.to_pure_dict(params)["layers"]["attention"]
     assert attention["query"]["kernel"].dtype == jnp.bfloat16
-    sinks = nnx.to_pure_dict(nnx.state(decoder()))["layers"]["attention"]["sinks"]
+
+    def initialized():
+        return nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0), mesh=make_mesh()).layers.attention)
+
+    sinks = nnx.to_pure_dict(quick_jit(initialized)())["sinks"]
     assert attention["sinks"].dtype == sinks.dtype == jnp.float32
     assert attention["sinks"].shape == sinks.shape == (2, 4)
     assert 0.005 < np.std(sinks) < 0.04

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +29,11 @@ POSITIONS = jnp.arange(T, dtype=jnp.int32)
 
 
 def make_layer(mesh=None, **options: Any):
-    options = {"num_kv_heads": K, "head_dim": H, "rngs": nnx.Rngs(0), **options}
-    layer = BurstAttention(D, N, mesh=mesh or make_mesh(), **options)
-    if layer.query_norm is not None:  # Scales of 1 would hide a swap or a missing product.
-        assert layer.key_norm is not None
-        layer.query_norm.scale[...] = jnp.linspace(0.5, 2.0, H, dtype=jnp.float32)
-        layer.key_norm.scale[...] = jnp.linspace(2.0, 0.25, H, dtype=jnp.float32)
-    return layer
+    """With weights that are drawn: norms' scales of 1 would hide a swap or a missing product."""
+    options = {"num_kv_heads": K, "head_dim": H, "mesh": mesh or make_mesh(), **options}
+    layer = nnx.eval_shape(lambda: BurstAttention(D, N, rngs=nnx.Rngs(0), **options))
+    graphdef, shapes = nnx.split(layer)
+    return nnx.merge(graphdef, decoders.drawn(shapes))
 
 
 @pytest.mark.parametrize(

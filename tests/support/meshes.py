@@ -45,9 +45,11 @@ def assert_close(got, want, limit: float = 1e-6) -> None:
         assert error <= limit, f"{jax.tree_util.keystr(path)}: relative RMS {error:.2e} > {limit}"
 
 
-def random_like(tree, seed: int):
-    """Standard normal cotangents of a tree's shapes and dtypes."""
+def random_like(tree, seed: int, scale: float = 1.0):
+    """Normal random numbers, times ``scale``, of a tree's shapes and dtypes."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jax.numpy.asarray(np.asarray(rng.standard_normal(x.shape)).astype(x.dtype)), tree
-    )
+
+    def drawn(x):
+        return jax.numpy.asarray(np.asarray(scale * rng.standard_normal(x.shape)).astype(x.dtype))
+
+    return jax.tree.map(drawn, tree)

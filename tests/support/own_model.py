@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,9 +153,12 @@ def parameters(kind, layers=2):
         devices=jax.devices()[:1],
     )  # fmt: skip
     if kind == "nnx":
-        return nnx.split(Model(mesh, "contiguous", jnp.float32, nnx.Rngs(0), layers=layers))[1]
-    model = LinenModel(mesh, "contiguous", jnp.dtype("float32"))
-    return jax.jit(model.init)(jax.random.key(0), packed())
+        make = functools.partial(Model, mesh, "contiguous", jnp.float32, layers=layers)
+        shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[1]
+    else:
+        model = LinenModel(mesh, "contiguous", jnp.dtype("float32"))
+        shapes = jax.eval_shape(model.init, jax.random.key(0), packed())
+    return decoders.drawn(shapes)
 
 
 def by_layer(functions):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
+import decoders
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts, abstract_decoder
+from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts
 from burst_jax.serving import Generator
 
 VOCAB = 48
@@ -39,16 +38,7 @@ WITH_BIASES = {
 
 def models(config, sizes, layout, expert=None):
     """The same weights on one device and on a mesh, of which ``expert`` shards experts."""
-    graphdef, shapes = abstract_decoder(config, mesh=mesh_of(seq=1), implementation="xla")
-    rng = np.random.default_rng(0)
-
-    def drawn(path, x):
-        """About as large as when initialized, but biases are not 0, nor norms' scales 1."""
-        name, normal = jax.tree_util.keystr(path), rng.normal(size=x.shape)
-        size = 0.3 if "bias" in name or "norm" in name else 0.15
-        return jnp.asarray(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
-
-    one = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(drawn, shapes))
+    one = decoders.initialized(config, mesh=mesh_of(seq=1), implementation="xla")
     mesh = mesh_of(**sizes)
     rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
     options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}

@@ -8,6 +8,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from jax.sharding import AxisType
 from meshes import make_mesh, mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig
+from burst_jax.models import DecoderConfig, abstract_decoder
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.training import (
     evaluate,
@@ -87,8 +88,9 @@ def run(
     mesh = sized(sizes, kind)
     rules = dataclasses.replace(rules_of(mesh), expert=expert)
     optimizer = optimizer or make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
+    params = decoders.drawn(abstract_decoder(config)[1])
     graphdef, params, state = init_train_state(
-        config, optimizer, mesh, 0, rules=rules, layout="zigzag"
+        config, optimizer, mesh, 0, rules=rules, layout="zigzag", params=params
     )
     step = make_train_step(
         graphdef, optimizer, chunk_size=7, compiler_options=QUICK, accumulate=accumulate

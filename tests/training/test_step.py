@@ -8,6 +8,7 @@ import math
 import warnings
 from typing import Any
 
+import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,7 +118,7 @@ def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, acc
     # A rate so large that rounded weights of 1 show what they are moved by.
     rate = 32
     mesh, sgd = make_mesh(), optax.sgd(rate)
-    params: Any = nnx.state(Decoder(config, mesh=mesh, rngs=nnx.Rngs(0)))
+    params: Any = abstract_decoder(config, mesh=mesh)[1]
     start = jax.tree.map(lambda x: x.astype(param_dtype), initial)
     nnx.replace_by_pure_dict(params, jax.tree.map(jnp.array, start))
     with warnings.catch_warnings():
@@ -188,11 +189,15 @@ def test_training_weights_in_16_bits_warns(dtype):
     """But not of frozen ones."""
     half = dataclasses.replace(SMALL, dtype=dtype, param_dtype=dtype)
     message = f"are {jnp.dtype(dtype).name}: .* keep them in float32, by param_dtype=jnp.float32 of"
+
+    def init(config):
+        params = decoders.drawn(abstract_decoder(config)[1])
+        init_train_state(config, optax.sgd(1.0), make_mesh(), 0, params=params)
+
     with pytest.warns(LowPrecisionWeights, match=message) as caught:
-        init_train_state(half, optax.sgd(1.0), make_mesh(), 0)
+        init(half)
     assert [each.filename for each in caught] == [__file__]
-    # Warnings are errors here.
-    init_train_state(dataclasses.replace(half, lora=Lora(2)), optax.sgd(1.0), make_mesh(), 0)
+    init(dataclasses.replace(half, lora=Lora(2)))  # Warnings are errors here.
 
 
 def test_the_dimension_of_the_layers_must_not_be_sharded():
