@@ -80,7 +80,7 @@ def error(name, model, layout):
 # The others are parts of these, or tests/serving/test_serving.py generates with them.
 VARIANTS = (
     *("gemma3_images", "llama2", "llama3_tied", "llama_bias", "llama_linear", "llama_yarn"),
-    *("mistral_full", "qwen2_yarn", "qwen3_bias"),
+    *("mistral_full", "qwen2_window", "qwen2_yarn", "qwen3_bias"),
 )
 
 
