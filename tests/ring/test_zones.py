@@ -39,16 +39,22 @@ CASES = [
         {"seq": 5}, {}, "mixed", 18, 4, "float32",
         {"local_window_size": (9, 0), "logits_soft_cap": 2.0, "sinks": True, **DENSE},
     ),
-    ({"seq": 3}, {}, "one", None, 4, "float32", {"sinks": True}),
-    ({"seq": 4}, {}, "whole", 8, 4, "float32", {"local_window_size": (3, 4), "is_causal": False}),
-    ({"seq": 1}, {}, "whole", None, 4, "float32", {}),
+    ({"seq": 3}, {}, "one", None, 4, "float32", {"sinks": True, **DENSE}),
+    (
+        {"seq": 4}, {}, "whole", 8, 4, "float32",
+        {"local_window_size": (3, 4), "is_causal": False, **DENSE},
+    ),
+    ({"seq": 1}, {}, "whole", None, 4, "float32", DENSE),
     (
         {"outer": 2, "seq": 3},
         {"seq_axis": ("outer", "seq")},
         "mixed", 18, 4, "float32", DENSE,
     ),
-    ({"seq": 3, "heads": 2}, {"ulysses_axis": "heads"}, "mixed", 20, 4, "float32", DENSE),
-    ({"data": 2, "seq": 2}, {"batch_axis": "data"}, "mixed", 18, 4, "float32", DENSE),
+    (
+        {"data": 2, "seq": 2, "heads": 2},
+        {"batch_axis": "data", "ulysses_axis": "heads"},
+        "mixed", 18, 4, "float32", DENSE,
+    ),
 ]  # fmt: skip
 
 
@@ -136,11 +142,11 @@ def test_balanced_layouts_are_as_exact_as_one_device(sizes, axes, mix, zone, hea
 
 
 def test_ring_attention_runs_them_inside_a_shard_map():
-    given = arguments(placed("mixed", 4, 18)[1])
+    given = arguments(placed("mixed", 3, 18)[1])
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 96, n, H)), jnp.float32) for n in (4, KV, KV))
-    attend = {"layout": given.pop("layout"), "is_causal": True}
-    mesh, spec = mesh_of(seq=4), P(None, "seq")
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 72, n, H)), jnp.float32) for n in (4, KV, KV))
+    attend = {"layout": given.pop("layout"), "is_causal": True, **DENSE}
+    mesh, spec = mesh_of(seq=3), P(None, "seq")
 
     @quick_jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -212,53 +218,56 @@ def test_what_balanced_layouts_need_and_lack():
         burst_jax.positions(good["layout"], 48, 2)
 
 
-def attended(call, layout):
-    """Out and the gradient of the queries, of two sequences on three devices."""
-    x = jnp.ones((2, 72, KV, H))
+def attended(call, layout, gradient):
+    """Out, and the gradient of the queries if wanted, of two sequences on three devices."""
+    x = np.ones((2, 72, KV, H), np.float32)
 
-    @jax.jit
+    @quick_jit
     def run(x):
         attend = functools.partial(
             burst_jax.burst_attention, key=x, value=x, **call, layout=layout, is_causal=True,
-            mesh=mesh_of(seq=3),
+            mesh=mesh_of(seq=3), **DENSE,
         )  # fmt: skip
+        if not gradient:
+            return (attend(x),)
         out, vjp = jax.vjp(attend, x)
         return out, *vjp(jnp.ones_like(out))
 
     return map(np.asarray, run(x))
 
 
-def assert_nan_in(call, layout, wrong):
+def assert_nan_in(call, layout, wrong, gradient=False):
     """In tokens that a loss reads, of these sequences alone."""
     live = call["query_segment_ids"] != 0
-    for x in attended(call, layout):
+    for x in attended(call, layout, gradient):
         assert (np.isnan(x).any((2, 3)) & live).any(1).tolist() == wrong
         assert not np.isnan(x)[~np.array(wrong)].any()
 
 
-@pytest.mark.parametrize(
-    ("zone", "wrong"), [(20, False), (24, False), (6, True), (1, True), (0, True)]
-)
+@pytest.mark.parametrize(("zone", "wrong"), [(20, False), (24, False), (1, True), (0, True)])
 def test_a_zone_of_another_placement_gives_nan(zone, wrong):
     """Pieces before the zone would miss keys. The documents of the other sequence are whole."""
     call = arguments(placed("mixed", 3, 20)[1])
     del call["layout"]
-    assert_nan_in(call, f"balanced:{zone}", [wrong, False])
+    assert_nan_in(call, f"balanced:{zone}", [wrong, False], gradient=zone in (20, 1))
 
 
-@pytest.mark.parametrize("zone", [0, 5, 8])
+@pytest.mark.parametrize("zone", [0, 8])
 def test_pieces_before_every_zone_give_nan(zone):
     """Padding fills the zones of all shards."""
     lengths = [[33], [7, 7, 7]]
     placements = balance_batch(lengths, num_shards=3, tokens_per_shard=24, zone=24)
     call = arguments(placements)
     assert (call["query_segment_ids"].reshape(2, 3, 24)[:, :, -8:] == 0).all()
-    assert_nan_in(call, call.pop("layout"), [False, False])
+    own = call.pop("layout")
+    if not zone:
+        assert_nan_in(call, own, [False, False])
     assert_nan_in(call, f"balanced:{zone}", [True, False])
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("zone", [0, 4])
+@pytest.mark.parametrize(
+    ("order", "zone"), [("contiguous", 0), ("contiguous", 4), ("zigzag", 0), ("striped", 4)]
+)
 def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
     """Of a document over several shards. Documents that each lie in one are as in a placement."""
     # Contiguous, document 2 ends the first shard, with its zone, and begins the second.
@@ -271,8 +280,9 @@ def test_the_order_of_a_fixed_layout_gives_nan(order, zone):
     assert_nan_in(call, f"balanced:{zone}", [True, order != "contiguous"])
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("order", "window"), [("contiguous", None), ("zigzag", 9), ("striped", None)]
+)
 def test_a_zone_of_whole_shards_needs_sorted_tokens_alone(order, window):
     """Any order is right if ids and positions ascend on every shard; no other one is."""
     ids = np.repeat([[1, 2, 3], [3, 1, 2], [1, 2, 1], [0, 1, 2], [1, 3, 0]], [30, 30, 12], 1)
@@ -292,7 +302,7 @@ def test_a_zone_of_whole_shards_needs_sorted_tokens_alone(order, window):
     at = np.where(ids[:, index] == 0, 0, index).astype(np.int32)
     call |= dict.fromkeys(("query_positions", "key_value_positions"), at)
     attend = functools.partial(burst_jax.burst_attention, layout="balanced:24", is_causal=True)
-    attend = functools.partial(attend, mesh=mesh_of(seq=3), **window, **call)
+    attend = functools.partial(attend, mesh=mesh_of(seq=3), **window, **call, **DENSE)
     got = quick_jit(attend)(x[:, index], x[:, index], x[:, index])
     for row, own in enumerate(ids[:, index]):
         shards = np.where(own == 0, 9, own).reshape(3, 24)
