@@ -54,6 +54,21 @@ PRESENT = np.ones((B, T), np.int32)
 PRESENT[0, 9:], PRESENT[1, 4] = 0, 0
 
 
+def made(config):
+    """A layer with weights that are not 0: drawn by NumPy, without a program for each."""
+
+    def make():
+        init = nnx.initializers.lecun_normal()
+        layer = MixtureOfExperts(config, out_init=init, rngs=nnx.Rngs(0))
+        if config.lora is not None:
+            a, b = jnp.zeros((D, 2)), jnp.zeros((2, config.experts.count))
+            set_adapter(layer.router, a, b, config.lora.scale)
+        return layer
+
+    graphdef, shapes = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graphdef, random_like(shapes, 0, scale=1 / 4))
+
+
 def formula(weights, x, config, present):
     """The output, and the sums over tokens, from each expert on all tokens."""
     experts, xs = config.experts, x.reshape(-1, x.shape[-1])
@@ -103,12 +118,7 @@ def formula(weights, x, config, present):
 )
 def test_values_sums_and_gradients_are_the_formula(experts, fields):
     config = dataclasses.replace(CONFIG, experts=experts, **fields)
-    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
-    if config.lora is not None:
-        a, b = jnp.zeros((D, 2)), jnp.zeros((2, experts.count))
-        set_adapter(layer.router, a, b, config.lora.scale)
-    graphdef, state = nnx.split(layer)
-    state = jax.tree.map(lambda x: x / 4, random_like(state, 0))
+    graphdef, state = nnx.split(made(config))
     rng = np.random.default_rng(3)
     dsums = rng.standard_normal(experts.count), rng.standard_normal(experts.count), 0.3
 
@@ -122,8 +132,7 @@ def test_values_sums_and_gradients_are_the_formula(experts, fields):
         return (out, tuple(sums)), *vjp((out * 0 + cotangent, type(sums)(*cotangents)))
 
     cotangents = jax.tree.map(np.float32, dsums)
-    x, cotangent = (jnp.asarray(each, jnp.float32) for each in (X, COTANGENT))
-    found, dweights, dx = run(state, x, jnp.asarray(PRESENT), cotangent)
+    found, dweights, dx = run(state, np.float32(X), PRESENT, np.float32(COTANGENT))
     weights = nnx.to_pure_dict(state)
     want, gradients = plain_model.gradients(
         lambda weights, x: formula(weights, x, config, PRESENT),
@@ -166,9 +175,8 @@ def test_gradients_hold_no_dense_arrays_and_choose_experts_once():
     [
         ({"fsdp": 2, "seq": 2, "tensor": 2}, ("seq", "fsdp"), 0.5, (), 1),
         ({"seq": 2}, "seq", 0.5, (7, 9), 3),
-        pytest.param({"expert": 4, "seq": 2}, "expert", 0.5, (7, 22), 1, marks=pytest.mark.slow),
+        pytest.param({"expert": 4, "seq": 2}, "expert", 1.5, (7, 22), 1, marks=pytest.mark.slow),
         pytest.param({"data": 2, "seq": 3}, "seq", None, (), 3, marks=pytest.mark.slow),
-        pytest.param({"seq": 6}, "seq", 1.5, (7, 22), 1, marks=pytest.mark.slow),
     ],
 )
 def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, popular, chunks):
@@ -183,15 +191,15 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, p
     monkeypatch.setattr(jax.lax, "optimization_barrier", recorded)
     experts = Experts(24, 2, router_bias=True, capacity_factor=factor)
     config = dataclasses.replace(CONFIG, experts=experts, mlp_bias=True, mlp_chunks=chunks)
-    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
-    mesh = mesh_of(**sizes)
+    layer, mesh = made(config), mesh_of(**sizes)
     rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
     layer.expert_axis, layer.hidden_axis = rules.expert, rules.tensor
     graphdef, state = nnx.split(layer)
-    weights = flat_weights(jax.tree.map(lambda x: x / 4, random_like(state, 0)))
+    weights = flat_weights(state)
     if popular:
-        weights["router", "kernel"] *= 0
-        weights["router", "bias"] = jnp.zeros(24).at[jnp.array(popular)].set(9.0)
+        bias = 9.0 * np.isin(np.arange(24), popular)
+        weights["router", "kernel"] = np.zeros((D, 24), np.float32)
+        weights["router", "bias"] = np.asarray(bias, np.float32)
     # Not gathered, unlike a decoder's.
     whole = dataclasses.replace(rules, data=None, fsdp=None, seq=None)
     specs = {path: whole.spec(config.feed_forward.weight_axes[path]) for path in weights}
@@ -216,7 +224,7 @@ def test_exchanged_tokens_give_the_formula(monkeypatch, sizes, expert, factor, p
         dsums = jnp.zeros(24), jnp.asarray(dscores, jnp.float32), jnp.float32(dz), jnp.zeros(2)
         return found, *vjp((cotangent, dsums))
 
-    arrays = jnp.asarray(x, jnp.float32), jnp.asarray(present), jnp.asarray(cotangent, jnp.float32)
+    arrays = np.float32(x), present, np.float32(cotangent)
     (out, (*sums, (rounds, devices))), dweights, dx = jax.device_get(run(weights, *arrays))
     found = out, tuple(sums)
     # Tokens, weights and numbers: else XLA of JAX 0.11 sends one of them apart.
@@ -253,6 +261,8 @@ class OnAllTokens(MixtureOfExperts):
         return psum_manual(out, self.hidden_axis), Sums(*sums)
 
 
+# Programs of other optimizers are larger.
+SGD = optax.sgd(0.3)
 MIXTURE = dataclasses.replace(
     TRAINED,
     num_layers=2,
@@ -267,10 +277,13 @@ MIXTURE = dataclasses.replace(
     ("sizes", "kind", "fields", "expert", "steps"),
     [
         ((1, 2, 1, 2, 2), AxisType.Auto, {"remat": "selective"}, "seq", 3),
-        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, None, 20, marks=pytest.mark.slow),
-        pytest.param((2, 1, 2, 2, 1), AxisType.Explicit, {}, "data", 3, marks=pytest.mark.slow),
         pytest.param(
-            (2, 1, 1, 2, 1), AxisType.Auto, {"remat": "half"}, "seq", 3, marks=pytest.mark.slow
+            (2, 1, 2, 1, 1),
+            AxisType.Explicit,
+            {"remat": "half"},
+            "data",
+            20,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -279,8 +292,9 @@ def test_training_is_that_of_each_expert_on_all_tokens(
 ):
     monkeypatch.setattr(exchange, "_FEW", 0)
     config = dataclasses.replace(MIXTURE, **fields)
-    got = losses(sizes, kind, steps=steps, config=config, expert=expert)
-    want = losses(ONE, config=dataclasses.replace(MIXTURE, feed_forward=OnAllTokens))
+    got = losses(sizes, kind, steps=steps, config=config, optimizer=SGD, expert=expert)
+    dense = dataclasses.replace(MIXTURE, feed_forward=OnAllTokens)
+    want = losses(ONE, config=dense, optimizer=SGD)
     np.testing.assert_allclose(got[0], want[0][:steps], rtol=2e-5)
     np.testing.assert_allclose(got[1], want[1][:steps], rtol=2e-4)
 
@@ -328,11 +342,16 @@ def test_accumulated_auxiliary_losses_weigh_slices_by_their_tokens():
     # Balance is a metric, and too little of it is in the loss to be seen there.
     experts = Experts(6, 2, shared_dim=16, balance_loss=1e-9, z_loss=4.0)
     config = dataclasses.replace(MIXTURE, experts=experts)
-    graphdef, *state = init_train_state(config, sgd, mesh, 0, layout="contiguous")
+    graphdef, shapes = abstract_decoder(config, mesh=mesh, layout="contiguous")
+    params = decoders.drawn(shapes)
+    _, *state = init_train_state(config, sgd, mesh, 0, layout="contiguous", params=params)
     state = jax.device_get(state)
 
     def step(run, part):
-        batch = place_batch(make_batch(rows[part], segment_ids=ids[part]), mesh)
+        """Of a part of the sequences, the others being padding: of the whole batch's shape."""
+        present = np.zeros_like(ids)
+        present[part] = ids[part]
+        batch = place_batch(make_batch(rows, segment_ids=present), mesh)
         params, _, metrics = run(*jax.device_put(state, jax.NamedSharding(mesh, P())), batch)
         return nnx.to_pure_dict(params), {name: float(x) for name, x in metrics.items()}
 
@@ -436,9 +455,8 @@ def test_adapters_are_of_attention_and_the_router(tmp_path):
 def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
     """The decoding path's kernels, interpreted, next to the path of many tokens."""
     config = dataclasses.replace(CONFIG, embed_dim=64, mlp_dim=64, dtype=jnp.bfloat16, **fields)
-    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
-    nnx.update(layer, jax.tree.map(lambda x: x / 4, random_like(nnx.state(layer), 0)))
-    x = jax.random.normal(jax.random.key(0), (tokens, 1, 64), jnp.bfloat16)
+    layer = made(config)
+    x = random_like(jax.ShapeDtypeStruct((tokens, 1, 64), jnp.bfloat16), 1)
     experts: Any = config.experts
 
     @quick_jit
@@ -474,11 +492,14 @@ def test_few_tokens_read_each_expert_once(monkeypatch, tokens, fields):
 @pytest.mark.parametrize("fields", [{}, {"normalize": False}, {"score": "sigmoid"}])
 def test_decoding_chooses_and_weighs_experts_as_other_passes_do(fields):
     config = dataclasses.replace(CONFIG, experts=Experts(7, 3, **fields))
-    layer = MixtureOfExperts(config, out_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
-    x = jnp.asarray(X, jnp.float32)
-    wanted = layer(x, keeps_products=False)
-    layer = layer.decoding(hidden_axis=None, same_tokens_axis=None)
-    assert relative_error(layer(x, keeps_products=False), wanted) < 1e-6
+    layer = made(config)
+    decoding_layer = layer.decoding(hidden_axis=None, same_tokens_axis=None)
+
+    @quick_jit
+    def both(x):
+        return [each(x, keeps_products=False) for each in (decoding_layer, layer)]
+
+    assert relative_error(*both(np.float32(X))) < 1e-6
 
 
 def test_the_largest_logits():

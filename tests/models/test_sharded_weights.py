@@ -73,7 +73,8 @@ SELECTIVE = dataclasses.replace(CONFIG, remat="selective")
     ("sizes", "kind", "options"),
     [
         pytest.param(
-            (1, 1, 2, 2, 2), EXPLICIT,
+            (1, 1, 2, 2, 2),
+            EXPLICIT,
             {"accumulate": 2, "config": SELECTIVE, "optimizer": OPTIMIZERS["sgd"]},
             id="stage-seq-tensor",
         ),
@@ -104,7 +105,8 @@ def test_abstract_state_is_that_of_the_state():
         assert described[0] == described[1]
         assert abstract_params(SMALL, mesh, **options) == (graphdef, abstract[0])
         weights.append(made[0])
-    assert_close(*weights)
+    first, second = weights
+    assert_close(second, first)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 2, 2), (1, 1, 2, 4, 1)], ids=str)
