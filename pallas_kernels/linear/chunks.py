@@ -145,3 +145,23 @@ def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None =
         start = jnp.broadcast_to(first, log.shape).astype(jnp.float32)
     vectors = [decays.into, decays.out, log * math.log2(math.e), start, cut(beta)]
     return jnp.concatenate(vectors, -1)
+
+
+def decay_of(
+    log_r: jax.Array, log_i: jax.Array, start_r: jax.Array, r: jax.Array, i: jax.Array, *,
+    strict: bool = False,
+) -> jax.Array:  # fmt: skip
+    """The decay from token i to token r of a chunk, where i is r or precedes it; else 0.
+
+    It is 0 across the beginning of a document, too. All arrays have the shape of the result.
+
+    Args:
+      log_r: LOG of token r.
+      log_i: LOG of token i.
+      start_r: START of token r.
+      r: int32, the index of token r.
+      i: int32, the index of token i.
+      strict: 0 for i = r.
+    """
+    result = jnp.where((i < r) if strict else (i <= r), jnp.exp2(log_r - log_i), 0.0)
+    return jnp.where(i.astype(jnp.float32) >= start_r, result, 0.0)
