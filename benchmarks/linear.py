@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import math
 import statistics
@@ -12,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.ampere import as_ampere
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
@@ -25,9 +28,6 @@ from burst_jax.command_line import Unusable, integer
 from burst_jax.linear import gated_delta_rule
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
-from pallas_kernels.linear.sm90 import gradients as chunk_gradients
-from pallas_kernels.linear.sm90 import operation
-from pallas_kernels.linear.sm90.states import states
 from pallas_kernels.timing import relative_error
 
 HEAD_DIM = 128
@@ -36,12 +36,46 @@ SCALE = HEAD_DIM**-0.5
 TOLERANCE = 1.5e-2
 # FLOPs per token and value head, with chunks of 64 tokens.
 FORWARD_FLOPS, BOTH_FLOPS = 10.75e6 / 64, (10.75e6 + 28.35e6) / 64
+FAMILIES = ("mosaic_sm90", "mosaic_sm80")
 RESULTS = ("o", "last", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstart")
 FORWARD, BOTH = "forward", "forward and backward"
 
 # (name, function, arguments): these are a function of the results of the programs before it, by
 # name. It is called with shapes first, so that all programs are compiled before any runs.
 Program = tuple[str, Callable[..., Any], Callable[[dict[str, Any]], Sequence[Any]]]
+
+
+class Family(NamedTuple):
+    """A family of kernels.
+
+    Attributes:
+      name: its implementation's.
+      operation: the module of its passes.
+      states: that of the backward pass's scans.
+      gradients: that of dQ and dK.
+    """
+
+    name: str
+    operation: Any
+    states: Any
+    gradients: Any
+
+    @classmethod
+    def of(cls, name: str) -> Family:
+        """By the implementation's name."""
+        package = f"pallas_kernels.linear.{name.removeprefix('mosaic_')}"
+        modules = (importlib.import_module(f"{package}.{part}") for part in cls._fields[1:])
+        return cls(name, *modules)
+
+    def prepare(self, inputs: Inputs) -> Any:
+        """The inverses of all chunks, also where the forward scan would compute them itself."""
+        apart = {"form": self.operation.Form.APART} if self.may_scan_with_inverses else {}
+        return self.operation.prepare(inputs, **apart)
+
+    @property
+    def may_scan_with_inverses(self) -> bool:
+        """Whether there is a forward scan that computes the inverses in its launch."""
+        return hasattr(self.operation, "Form")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +157,7 @@ CHECKED = {
     "grouped, strong decay": Case(960, 4, 2, decay=3.0),
     "documents and padding": Case(1024, 4, 4, documents=True),
     "beta 0, 1 and 2": Case(1024, 4, 4, batch=2, edges=True),
+    "many chunks": Case(8192, 32, 16, documents=True),
 }
 
 
@@ -144,8 +179,10 @@ def _plain_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, 
     return gradients_of(rule, arrays, start, do.astype(jnp.float32), last)
 
 
-def _kernel_results(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    return gradients_of(_rule_of("mosaic_sm90", inputs.tokens), inputs, start, do, last)
+def _kernel_results(
+    family: Family, inputs: Inputs, start: Any, do: Any, last: Any
+) -> dict[str, jax.Array]:
+    return gradients_of(_rule_of(family.name, inputs.tokens), inputs, start, do, last)
 
 
 def _rule_of(implementation: str, tokens: Tokens | None) -> Callable[..., Any]:
@@ -163,8 +200,10 @@ def _rule_of(implementation: str, tokens: Tokens | None) -> Callable[..., Any]:
     return rule
 
 
-def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> dict[str, jax.Array]:
-    """The same by two blocks, as devices exchange them: affine maps, then both at once."""
+def _results_of_two_blocks(
+    family: Family, inputs: Inputs, start: Any, do: Any, last: Any
+) -> dict[str, jax.Array]:
+    """The same by two blocks, as devices exchange them, and with inverses in a launch apart."""
 
     def blocks(x: jax.Array) -> jax.Array:
         return x.reshape(2, -1, *x.shape[2:])
@@ -177,10 +216,10 @@ def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> di
     do = blocks(do)
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
-    prepared = operation.prepare(given)
+    operation, prepared = family.operation, family.prepare(given)
     m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
     starts = jnp.concatenate([start, ends[:1]])
-    o, ends = operation.forward(given, prepared, starts, SCALE)
+    o, ends, prepared = operation.forward(given, prepared, starts, SCALE)
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
     lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
@@ -193,12 +232,12 @@ def _results_of_two_blocks(inputs: Inputs, start: Any, do: Any, last: Any) -> di
 class Check:
     """A case's programs, compiled in threads, and the comparison of their results."""
 
-    def __init__(self, name: str, case: Case, pool: ThreadPoolExecutor):
+    def __init__(self, name: str, case: Case, family: Family, pool: ThreadPoolExecutor):
         self.name = name
-        arrays = case.arrays()
-        programs = {"plain": _plain_results, "kernels": _kernel_results}
+        arrays, programs = case.arrays(), {"plain": _plain_results}
+        programs["kernels"] = functools.partial(_kernel_results, family)
         if case.batch == 1 and case.length % 128 == 0:
-            programs["two blocks"] = _results_of_two_blocks
+            programs["two blocks"] = functools.partial(_results_of_two_blocks, family)
         self._arrays = arrays
         self._compiled = {
             name: pool.submit(jax.jit(f).lower(*arrays).compile) for name, f in programs.items()
@@ -236,27 +275,34 @@ def whole_programs(rule: Callable[..., Any], case: Case) -> list[Program]:
     ]
 
 
-def kernel_programs(case: Case) -> list[Program]:
+def kernel_programs(case: Case, family: Family) -> list[Program]:
     """Each kernel by itself."""
     inputs, start, do, last = case.arrays()
+    operation, gradients = family.operation, family.gradients
 
     def both_scans(*given: Any) -> Any:
-        return states(*operation.backward_inputs(*given), SCALE)
+        return family.states.states(*operation.backward_inputs(*given), SCALE)
 
     def gradient_inputs(done: dict[str, Any]) -> Any:
         u, saved, dv, dsaved, _ = done["states"]
         vectors = done["prepare"].vectors
-        return (
-            chunk_gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),
-        )
+        return (gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),)
 
+    scan = functools.partial(operation.forward, scale=SCALE)
+
+    def scan_with_inverses(inputs: Inputs, vectors: jax.Array, start: jax.Array) -> Any:
+        return scan(inputs, operation.Prepared(vectors, None), start)
+
+    ahead: list[Program] = []
+    if family.may_scan_with_inverses and operation.Form.of(inputs) is operation.Form.AHEAD:
+        ahead = [(
+            "scan with inverses", scan_with_inverses,
+            lambda done: (inputs, done["prepare"].vectors, start),
+        )]  # fmt: skip
     return [
-        ("prepare", operation.prepare, lambda done: (inputs,)),
-        (
-            "scan",
-            functools.partial(operation.forward, scale=SCALE),
-            lambda done: (inputs, done["prepare"], start),
-        ),
+        ("prepare", family.prepare, lambda done: (inputs,)),
+        ("scan", scan, lambda done: (inputs, done["prepare"], start)),
+        *ahead,
         ("affine map", operation.affine, lambda done: (inputs, done["prepare"], start)),
         ("states", both_scans, lambda done: (inputs, done["prepare"], start, do, last)),
         (
@@ -264,12 +310,8 @@ def kernel_programs(case: Case) -> list[Program]:
             functools.partial(operation.first_state_gradient, scale=SCALE),
             lambda done: (inputs, done["prepare"], do, last),
         ),
-        ("gradients", lambda given: chunk_gradients.gradients(given, SCALE), gradient_inputs),
+        ("gradients", lambda given: gradients.gradients(given, SCALE), gradient_inputs),
     ]
-
-
-def _own_rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> jax.Array:
-    return gated_delta_rule(q, k, v, log_decay, beta, implementation="mosaic_sm90")
 
 
 def _load(path: Path) -> Any:
@@ -291,6 +333,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--heads", type=integer(1), default=32, help="value heads (%(default)s)")
     parser.add_argument("--key-heads", type=integer(1), help="default: as many as value heads")
     parser.add_argument(
+        "--implementation", choices=FAMILIES, default=FAMILIES[0],
+        help="mosaic_sm80 is compiled for an A100 on a newer GPU, too (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--baseline", type=Path, metavar="FILE",
         help="a Python file with rule(q, k, v, log_decay, beta) -> o, timed in the same turns, and"
         " kernels(inputs, start, do, last, scale), a list like that of kernel_programs",
@@ -306,8 +352,10 @@ def run(args: argparse.Namespace) -> None:
     require_outputs(args.json)
     begin, rows = time.perf_counter(), []
     baseline = None if args.baseline is None else _load(args.baseline)
+    family = Family.of(args.implementation)
     record: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows,
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        "implementation": family.name, "rows": rows,
     }  # fmt: skip
 
     def add(row: dict[str, Any]) -> None:
@@ -315,11 +363,14 @@ def run(args: argparse.Namespace) -> None:
         if args.json is not None:  # After every row: a later failure loses none.
             save_json(record, args.json)
 
-    print(f"{record['device']}, jax {record['jax']}", flush=True)
-    with ThreadPoolExecutor(14) as pool:
-        checks = [Check(name, case, pool) for name, case in CHECKED.items()]
+    print(f"{record['device']}, jax {record['jax']}, {family.name}", flush=True)
+    ampere = as_ampere() if family.name == "mosaic_sm80" else contextlib.nullcontext()
+    with ampere, ThreadPoolExecutor(14) as pool:
+        checks = [Check(name, case, family, pool) for name, case in CHECKED.items()]
         cases = _timed_cases(args)
-        timed = [(case, _compiled(case, detailed, baseline, pool)) for case, detailed in cases]
+        timed = [
+            (case, _compiled(case, detailed, family, baseline, pool)) for case, detailed in cases
+        ]
         print(f"lowered after {time.perf_counter() - begin:.0f} s", flush=True)
         wrong = False
         for check in checks:
@@ -380,11 +431,12 @@ class _Compiling:
 
 
 def _compiled(
-    case: Case, detailed: bool, baseline: Any, pool: ThreadPoolExecutor
+    case: Case, detailed: bool, family: Family, baseline: Any, pool: ThreadPoolExecutor
 ) -> list[_Compiling]:
-    programs = [("own", program) for program in whole_programs(_own_rule, case)]
+    rule = functools.partial(gated_delta_rule, implementation=family.name)
+    programs = [("own", program) for program in whole_programs(rule, case)]
     if detailed:
-        programs += [("own", program) for program in kernel_programs(case)]
+        programs += [("own", program) for program in kernel_programs(case, family)]
     if baseline is not None:
         programs += [("baseline", program) for program in whole_programs(baseline.rule, case)]
         if detailed and case.batch == 1:

@@ -1,8 +1,8 @@
 """The single definition of masks: per score, per tile of scores, and per pair of shards.
 
 A new mask by positions adds one test to each of ``allowed``, ``tiles`` and ``shards`` of
-:class:`Mask`. A mask that reads another array, such as segment ids, also adds an input to every
-kernel.
+:class:`Mask`, and its field to ``exchanged`` and ``reads_positions``. A mask that reads another
+array, such as segment ids, also adds an input to every kernel.
 """
 
 from __future__ import annotations

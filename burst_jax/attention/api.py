@@ -153,7 +153,7 @@ def burst_attention(
 
 
 def _results(return_residual: bool) -> tuple[str, ...]:
-    """The results of a call.
+    """The names of the results that a call returns.
 
     A program returns no lse that the caller does not get: lse may be -inf, which
     ``jax_debug_infs`` rejects in what an eager call returns.
@@ -169,7 +169,7 @@ def _on_mesh(
     names: tuple[str, ...],
     arrays: dict[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """Global out ``[B, T, N, Hv]`` and lse ``[B, T, N]``, those of them that have ``names``."""
+    """The global results that ``names`` lists: out ``[B, T, N, Hv]`` and lse ``[B, T, N]``."""
     return jax.shard_map(
         lambda arrays: attend_shard(request, shard_inputs(request, arrays))[: len(names)],
         mesh=shardings.mesh,
@@ -378,7 +378,7 @@ def local_attention(
 def _on_device(
     request: Request, target: Target, names: tuple[str, ...], arrays: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """``(out, lse)`` of :func:`local_attention`, those of them that have ``names``."""
+    """The results of :func:`local_attention` that ``names`` lists, "out" and "lse"."""
 
     def attend(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return attend_shard(request, shard_inputs(request, arrays), target)[: len(names)]
@@ -387,8 +387,8 @@ def _on_device(
     mesh = of_query.mesh
     if not mesh.explicit_axes or mesh.manual_axes:
         return attend(arrays)
-    # Kernels have no sharding rule, which Explicit axes need. No array is split over the axes,
-    # whatever axes of one device its type names, so every device computes all.
+    # Kernels have no sharding rule, which Explicit axes need. No array is split over several
+    # devices (its type may name axes of size 1), so every device computes everything.
     replicated = jax.P()
     arrays = {name: reshard_explicit(x, mesh, replicated) for name, x in arrays.items()}
     run = jax.shard_map(attend, mesh=mesh, in_specs=replicated, out_specs=replicated)

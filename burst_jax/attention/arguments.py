@@ -62,11 +62,15 @@ class LocalArguments:
         keys at positions with ``p_k // C == p // C``, combined with all other masks. A Python
         integer, static, so a ring skips hops between chunks. None is no chunks.
       logits_soft_cap: c of ``c * tanh(logits / c)``, applied after the scale. None is no cap.
-      query_segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1; traced ones are not checked, and
-        int64 ones wrap. A query attends to keys of its own
-        segment only. Segment 0 is padding: it attends to nothing and nothing attends to it. Pass
-        the ids of both sides or of neither.
+      segment_ids: integers ``[B, T]``, from 0 to 2^31 - 1, of self-attention, whose queries and
+        keys are the same tokens; traced ones are not checked, and int64 ones wrap. A query attends
+        to keys of its own segment only. Segment 0 is padding: it attends to nothing and nothing
+        attends to it.
+      query_segment_ids: those of the queries, if keys are other tokens. Pass the ids of both sides
+        or of neither.
       key_value_segment_ids: ``[B, S]``, the same for keys and values.
+      padding_id: the id that means padding in place of 0, a Python integer of int32. Other ids are
+        not negative, and below 2^31 - 1 unless it is 0. Default 0.
       query_seq_lengths: integers ``[B]``: query positions >= ``query_seq_lengths[b]`` are padding.
       key_value_seq_lengths: integers ``[B]``: key positions >= ``key_value_seq_lengths[b]`` are
         padding. Lengths, prefixes and bounds are global positions in natural order, in any layout.
@@ -114,8 +118,10 @@ class LocalArguments:
     local_window_size: WindowSize = None
     attention_chunk_size: int | None = None
     logits_soft_cap: float | None = None
+    segment_ids: jax.Array | None = None
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
+    padding_id: int = 0
     query_seq_lengths: jax.Array | None = None
     key_value_seq_lengths: jax.Array | None = None
     prefix_lengths: jax.Array | None = None
@@ -229,8 +235,8 @@ class AttentionArguments(RingArguments):
 # Arguments of jax.nn.dot_product_attention that these functions do not have.
 _NO_DENSE_MASK = (
     "dense bias and mask, the fourth and fifth argument of jax.nn.dot_product_attention, are not "
-    "supported; specify a mask by is_causal, local_window_size, query_segment_ids and "
-    "key_value_segment_ids, key_starts and key_ends, block_mask or mask_mod, a bias by "
+    "supported; specify a mask by is_causal, local_window_size, segment_ids, "
+    "key_starts and key_ends, block_mask or mask_mod, a bias by "
     "alibi_slopes or score_mod, and leave them out if they are None"
 )
 _REMEDIES = {"bias": _NO_DENSE_MASK, "mask": _NO_DENSE_MASK}
@@ -327,8 +333,10 @@ class LocalOptions(MaskArrays, StaticMasks, total=False):
     key_value_positions: jax.Array | None
     scale: float | None
     logits_soft_cap: float | None
+    segment_ids: jax.Array | None
     query_segment_ids: jax.Array | None
     key_value_segment_ids: jax.Array | None
+    padding_id: int
     sink_logits: jax.Array | None
     alibi_slopes: jax.Array | None
     score_mod: ScoreMod | None

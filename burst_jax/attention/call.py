@@ -154,7 +154,7 @@ def make_request(
     if chunk_size is not None:
         # At most 2^30, so that the end of every chunk fits int32: positions are below 2^30.
         chunk_size = min(check_integer("attention_chunk_size", chunk_size, 1), 2**30)
-    # Their values are unknown when a route is made.
+    # The values of position arrays are unknown when a route is computed.
     own_positions = any(name in arrays for name in POSITIONS)
     return Request(
         spec=spec,

@@ -93,7 +93,7 @@ def _shared_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> SharedI
 
 
 def _gathered_inputs(request: Request, arrays: Mapping[str, jax.Array]) -> AttentionInputs:
-    """Inputs both of whose sides have the documents' order."""
+    """Inputs with the caller's positions and segment ids on both sides, which define documents."""
     batch, length = arrays["query"].shape[:2]
     q_order, kv_order = (
         jnp.broadcast_to(arrays[name], (batch, length))

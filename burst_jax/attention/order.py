@@ -38,6 +38,7 @@ from burst_jax.attention.order_rules import (
     is_permuted,
     text_here,
 )
+from burst_jax.attention.segment_ids import check_padding_id
 from burst_jax.attention.validation import check_array, check_is_array
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import layout_of, layout_option, parse_layout
@@ -102,10 +103,11 @@ def check_positions(
             f"positions has shape {positions.shape}, x {x.shape}: it must be [B, T] or [T]"
         )
     positions = as_int32("positions", positions)
-    ids = arguments.query_segment_ids
+    name = "query_segment_ids" if arguments.segment_ids is None else "segment_ids"
+    ids = getattr(arguments, name)
     if ids is not None:
         sizes = {"B": x.shape[0], "T": x.shape[1]}
-        ids = check_array("query_segment_ids", ids, sizes)
+        ids = check_array(name, ids, sizes, check_padding_id(arguments.padding_id))
     return reject_wrong_order(x, positions, ids, options)
 
 

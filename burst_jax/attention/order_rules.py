@@ -6,6 +6,7 @@ In the zigzag and striped layouts right positions descend at least once between 
     positions            right           0 1 6 7 | 2 3 4 5
                          an arange       0 1 2 3 | 4 5 6 7
 
+Below, "the text" is the sequence in natural order, "the array" its tokens in the layout's order.
 Three rules detect wrong positions:
 
 - Positions ascend along the array within every segment, although inside one of the segments the

@@ -17,6 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.arguments import LocalArguments, Side
+from burst_jax.attention.segment_ids import (
+    SIDES,
+    check_ids,
+    check_one_or_both,
+    check_padding_id,
+    with_padding_zero,
+)
 from burst_jax.layouts.layout import AttentionPass, gathered_pass_lacks
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.rotation import ROTATION_CHOICES
@@ -38,8 +45,9 @@ class Rule:
     Attributes:
       shapes: the allowed shapes, as letters: "B T N H".
       dtype: "float" (one of :data:`FLOAT_DTYPES`), "float32", "bool", or how integers become int32:
-        "id" (a value outside of int32 or below 0 raises), "position" (2^30 or more raises), "bound"
-        (values outside of int32 are clipped to it). Traced values are not checked.
+        "id" (a value outside of int32, or one below 0 that is not padding, raises), "position"
+        (2^30 or more raises), "bound" (values outside of int32 are clipped to it). Traced values
+        are not checked.
     """
 
     shapes: tuple[str, ...]
@@ -52,6 +60,7 @@ ARRAYS: dict[str, Rule] = {
     "query": Rule(("B T N H",), "float"),
     "key": Rule(("B S K H",), "float"),
     "value": Rule(("B S K Hv",), "float"),
+    "segment_ids": Rule(("B T",), "id"),
     "query_segment_ids": Rule(("B T",), "id"),
     "key_value_segment_ids": Rule(("B S",), "id"),
     "query_offset": Rule(("", "B"), "position"),
@@ -90,14 +99,23 @@ def check_arrays(arguments: LocalArguments, query: Any, key: Any, value: Any) ->
     if offset is None:
         given["query_offset"] = arguments.query_offset
     given = {name: x for name, x in given.items() if x is not None}
-    _check_segment_ids_of_both(given)
-    arrays = {name: check_array(name, x, sizes) for name, x in given.items()}
+    padding = check_padding_id(arguments.padding_id)
+    arrays = {name: check_array(name, x, sizes, padding) for name, x in given.items()}
+    check_one_or_both(arguments, query, key)
+    if (ids := arrays.pop("segment_ids", None)) is not None:
+        arrays |= dict.fromkeys(SIDES, ids)
     _CHECKS[layout.attention_pass](arguments, arrays, offset)
     return {"query": query, "key": key, "value": value} | arrays
 
 
-def check_array(name: str, x: Any, sizes: Mapping[str, int]) -> Any:
-    """An array argument that satisfies its rule, integers as int32.
+def check_array(name: str, x: Any, sizes: Mapping[str, int], padding_id: int = 0) -> Any:
+    """An array argument that satisfies its rule, integers as int32, segment ids with padding 0.
+
+    Args:
+      name: of the argument.
+      x: its value.
+      sizes: of the rule's letters.
+      padding_id: the segment id of padding in ``x``.
 
     Raises:
       ValueError: it is not an array, or has another dtype or shape.
@@ -109,7 +127,10 @@ def check_array(name: str, x: Any, sizes: Mapping[str, int]) -> Any:
     check_is_array(name, x, _WHAT.get(rule.dtype, "an int32 array"))
     if rule.dtype == "float32" and x.dtype != jnp.float32:
         raise ValueError(f"{name} has dtype {x.dtype}: cast it to float32")
-    converted = x if rule.dtype in _WHAT else to_int32(name, x, rule.dtype)
+    if rule.dtype == "id":
+        converted = with_padding_zero(name, check_ids(name, x, padding_id), padding_id)
+    else:
+        converted = x if rule.dtype in _WHAT else to_int32(name, x, rule.dtype)
     shapes = {
         f"[{', '.join(letters.split())}]": tuple(sizes[letter] for letter in letters.split())
         for letters in rule.shapes
@@ -126,7 +147,7 @@ def check_array(name: str, x: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def to_int32(name: str, x: Any, kind: str) -> Any:
-    """Integers as int32, as :attr:`Rule.dtype` describes."""
+    """Positions or bounds as int32, as :attr:`Rule.dtype` describes."""
     if kind == "bound" and jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.int32:
         xp, limits = (jnp if isinstance(x, jax.Array) else np), jnp.iinfo(x.dtype)
         if limits.max > _INT32.max:
@@ -134,10 +155,8 @@ def to_int32(name: str, x: Any, kind: str) -> Any:
         if limits.min < _INT32.min:
             x = xp.maximum(x, xp.asarray(_INT32.min, x.dtype))
     x = as_int32(name, x)
-    for value in value_range(x) if kind != "bound" else ():
-        if kind == "id" and value < 0:
-            raise ValueError(f"{name} holds {value}: count documents from 1; 0 is padding")
-        if kind == "position" and not -_MAX_POSITION < value < _MAX_POSITION:
+    for value in value_range(x) if kind == "position" else ():
+        if not -_MAX_POSITION < value < _MAX_POSITION:
             raise ValueError(f"{name} holds {value}: positions must be between -2**30 and 2**30")
     return x
 
@@ -207,15 +226,6 @@ def _check_static(name: str, letters: str, shape: tuple[object, ...]) -> None:
                 f"{name} has shape {shape}, whose {letter} is symbolic: tiles and routes need "
                 "static sizes; export one program per length, or pad sequences to a few lengths"
             )
-
-
-def _check_segment_ids_of_both(given: Mapping[str, Any]) -> None:
-    names = ("query_segment_ids", "key_value_segment_ids")
-    missing = [name for name in names if name not in given]
-    if len(missing) == 1:
-        raise ValueError(
-            f"{missing[0]} is None but the other side's segment ids are given: pass both"
-        )
 
 
 def check_query_offset(offset: Any) -> int | None:

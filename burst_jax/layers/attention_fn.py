@@ -74,8 +74,7 @@ def nnx_attention_fn(
         @nnx.jit
         def attend(layer, x, segment_ids):
             own, layer.attention_fn = layer.attention_fn, nnx_attention_fn(
-                mesh=mesh, is_causal=True,
-                query_segment_ids=segment_ids, key_value_segment_ids=segment_ids,
+                mesh=mesh, is_causal=True, segment_ids=segment_ids
             )
             out = layer(x)
             layer.attention_fn = own
@@ -141,8 +140,7 @@ def linen_attention_fn(
             @nn.compact
             def __call__(self, x, segment_ids):
                 attention_fn = linen_attention_fn(
-                    mesh=mesh, is_causal=True,
-                    query_segment_ids=segment_ids, key_value_segment_ids=segment_ids,
+                    mesh=mesh, is_causal=True, segment_ids=segment_ids
                 )
                 return nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)(x)
 

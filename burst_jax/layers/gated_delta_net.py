@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from burst_jax.attention.order import reject_wrong_order
+from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.errors import check_integer, check_positive
 from burst_jax.layers.nnx_layer import KERNEL_INIT, project
 from burst_jax.layers.norm import RMSNorm
@@ -101,7 +102,8 @@ class GatedDeltaNet(nnx.Module):
       tensor_axis: the mesh axes that shard the heads, K and N.
       layout: "contiguous" or "zigzag", or "balanced:z", of a batch.
       padding_id: the segment id of padding.
-      implementation: that of the gated delta rule; None is the fastest that supports the call.
+      implementation: that of the gated delta rule, "mosaic_sm90", "mosaic_sm80" or "xla"; None is
+        the fastest that supports the call.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown layout.
@@ -214,8 +216,8 @@ class GatedDeltaNet(nnx.Module):
         options = dict(self.options) | {"is_causal": True}
         if positions is None or self._mesh() is None:
             return out
-        if segment_ids is not None and options["padding_id"]:
-            segment_ids = segment_ids - options["padding_id"]  # The check's padding is 0.
+        if segment_ids is not None:
+            segment_ids = with_padding_zero("segment_ids", segment_ids, options["padding_id"])
         return reject_wrong_order(out, positions, segment_ids, options)
 
     def mix(
@@ -224,7 +226,7 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: jax.Array | None = None,
         document_tables: DocumentTables | None = None,
     ) -> jax.Array:
-        """The call, without positions."""
+        """As a call without positions."""
         return self._mix(x, segment_ids, document_tables)[0]
 
     def prefill(
@@ -401,7 +403,7 @@ class GatedDeltaNet(nnx.Module):
             at = jnp.clip(wanted, 0, length - 1)
             near, is_token = (jnp.take_along_axis(a, at, axis=1) for a in (ids, present))
             same = (near == near[:, -1:]) & (wanted >= 0)
-            # Behind the last token of another document.
+            # No token of another document is between a token and the last one.
             unbroken = jnp.cumprod(jnp.flip(same | ~is_token, 1).astype(jnp.int32), axis=1)
             valid = same & is_token & (jnp.flip(unbroken, 1) > 0)
         at = jnp.asarray(index_of, jnp.int32)[jnp.clip(wanted, 0, length - 1)]

@@ -19,6 +19,7 @@ from burst_jax.attention.api import burst_attention, ring_attention
 from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArrays, WindowSize
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.score_mod import reject_batch_and_head_indices
+from burst_jax.attention.segment_ids import SIDES, with_padding_zero
 from burst_jax.layers.attention_fn import check_options
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.layers.norm import RMSNorm
@@ -42,8 +43,7 @@ from burst_jax.parallel.mesh import (
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
 
 REJECTED = {
-    "query_segment_ids": "pass segment_ids to the call",
-    "key_value_segment_ids": "pass segment_ids to the call",
+    **dict.fromkeys(("segment_ids", *SIDES), "pass segment_ids to the call"),
     **dict.fromkeys((*MASK_ARRAYS, "document_tables"), "pass it to the call, next to segment_ids"),
     **dict.fromkeys(
         ("query_offset", "query_positions", "key_value_positions"),
@@ -204,7 +204,7 @@ class BurstAttention(nnx.Module):
             order of the tokens (:func:`burst_jax.positions`). Required with RoPE and in a balanced
             layout, else rejected.
           segment_ids: integers ``[B, T]`` in the order of the tokens; tokens attend within their
-            segment. 0 is padding, documents count from 1; None is one segment.
+            segment. 0, or the option ``padding_id``, is padding; None is one segment.
           document_tables: those of :func:`burst_attention`, in a balanced layout.
           deterministic: whether dropout is disabled; None is the attribute of this name, which
             ``model.eval()`` and ``model.train()`` set.
@@ -240,7 +240,11 @@ class BurstAttention(nnx.Module):
             )
         rope = rope_table(positions, self.head_dim, self.rope_theta)
         out, _ = self.attend(x, rope, segment_ids, **arrays, **masks)
-        return reject_wrong_order(out, positions, segment_ids, dict(self.options) | masks)
+        options: dict[str, Any] = dict(self.options) | masks
+        if segment_ids is not None:
+            padding_id = options.get("padding_id", 0)
+            segment_ids = with_padding_zero("segment_ids", segment_ids, padding_id)
+        return reject_wrong_order(out, positions, segment_ids, options)
 
     def attend(
         self,

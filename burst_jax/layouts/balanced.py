@@ -175,8 +175,8 @@ def balance(
     machine. It runs on the host, once per batch, before batches are put on devices.
 
     Args:
-      lengths: the number of tokens of each document, in natural order: integers, at least 1. None
-        at all is a sequence of padding.
+      lengths: the number of tokens of each document, in natural order: integers, at least 1. A
+        sequence without documents is all padding.
       num_shards: number of shards on the ring, n.
       tokens_per_shard: number of tokens per shard, c. What the documents leave of n c tokens is
         padding.
@@ -262,7 +262,7 @@ def check_lengths(name: str, lengths: Any) -> list[int]:
     """The number of tokens of each document, as Python integers; ``name`` is for messages.
 
     Raises:
-      ValueError: they are no positive integers.
+      ValueError: they are not positive integers.
     """
     documents = None
     with contextlib.suppress(TypeError, ValueError):
@@ -370,7 +370,7 @@ def runs_of_placement(
         np.array(runs, np.int64).reshape(-1, 4),
     ]
     used = np.bincount(np.concatenate(table)[:, 0], np.concatenate(table)[:, 3], n).astype(np.int64)
-    # Padding sorts behind all ids.
+    # Padding is sorted after all ids.
     table.append(np.stack([np.arange(n), np.full(n, len(lengths) + 1), 0 * used, c - used], 1))
     shard, segment, start, size = np.concatenate(table).T
     ranked = np.lexsort((start, segment, shard))

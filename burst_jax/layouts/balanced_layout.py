@@ -99,7 +99,7 @@ class Balanced(Layout):
         try:
             order, placed = place_documents(segment_ids, num_shards, self.zone, agree)
         except ValueError:
-            fit = Balanced().fitted(segment_ids, num_shards)
+            fit = Balanced().order_of(segment_ids, num_shards).layout
             raise ValueError(
                 f"layout is {self!r}, whose gathered zone is too small for these documents: use "
                 f"{fit!r}, or better layout='balanced', with which make_batch returns the layout "
@@ -108,13 +108,6 @@ class Balanced(Layout):
         ids = np.array([one.segment_ids for one in placed], np.int32)
         zone = max((one.zone for one in placed), default=self.zone or 0)
         return Ordered(Balanced(zone), order, ids.reshape(segment_ids.shape))
-
-    @override
-    def fitted(self, segment_ids: np.ndarray, num_shards: int) -> Balanced:
-        if self.zone is not None:
-            return self
-        _, placed = place_documents(segment_ids, num_shards)
-        return Balanced(max((one.zone for one in placed), default=0))
 
     @override
     def variants(self, shard_length: int) -> tuple[Layout, ...]:

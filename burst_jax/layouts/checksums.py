@@ -10,7 +10,7 @@ import numpy as np
 def checksums(segment_ids: Any, positions: Any, xp: Any) -> Any:
     """uint32 ``[...]`` of int32 ``[..., tokens]``, by ``xp`` (NumPy or JAX's).
 
-    Sums of mixed bits, not of the numbers, which other documents may have in common.
+    Hashes are summed, not the numbers, whose sums may be equal for other documents.
     """
     index = np.arange(segment_ids.shape[-1], dtype=np.uint32)
     ids, positions = (x.astype(np.uint32) for x in (segment_ids, positions))

@@ -83,7 +83,7 @@ class Layout(abc.ABC):
 
     @property
     def unit(self) -> int:
-        """What divides the length of a shard."""
+        """The number that must divide the length of a shard."""
         return 1
 
     @property
@@ -141,7 +141,7 @@ class Layout(abc.ABC):
             )
 
     def runs(self, shard_length: int, num_shards: int) -> np.ndarray | None:
-        """The position of the first token of every run: of tokens that are adjacent in the text.
+        """The first position of every run: a range of tokens that are adjacent in natural order.
 
         Returns:
           int64 ``[num_shards, runs]``, ascending within a shard, whose runs have
@@ -273,28 +273,23 @@ class Layout(abc.ABC):
         assert order is not None
         return Ordered(self, np.broadcast_to(order, segment_ids.shape), segment_ids[:, order])
 
-    def fitted(self, segment_ids: np.ndarray, num_shards: int) -> Layout:
-        """The layout, with what the documents ``[B, T]`` of a batch determine of it."""
-        del segment_ids, num_shards
-        return self
-
     def variants(self, shard_length: int) -> tuple[Layout, ...]:
-        """All that :meth:`fitted` may return, for shards of this length."""
+        """All layouts that :meth:`order_of` may return, for shards of this length."""
         del shard_length
         return (self,)
 
     def of_lengths(
         self, lengths: Sequence[Sequence[int]], num_shards: int, shard_length: int
     ) -> tuple[Layout, Iterable[Runs]]:
-        """:meth:`fitted` to documents of these lengths, and the runs of each sequence's documents.
+        """The layout for documents of these lengths, and the runs of each sequence's documents.
 
-        They are those of natural order, or of the layout's order if sequences differ in it.
+        Runs are those of natural order, or of the layout's order if it differs between sequences.
         """
         del num_shards, shard_length
         return self, map(packed_runs, lengths)
 
     def given_positions[Positions](self, positions: Positions) -> Positions | None:
-        """What attention needs of the caller's positions: all, or None if the layout has them."""
+        """The caller's ``positions`` if attention needs them; None if the layout defines them."""
         del positions
         return None
 

@@ -16,7 +16,8 @@ from burst_jax.layouts.layout import Layout
 # gathered zone of z tokens per shard, or the layout itself.
 LayoutLike = str | Layout
 
-# Every layout: its spelling, whose groups are integers, and its class, which gets those that match.
+# Every layout: the pattern of its spelling, whose groups are integers, and its class, which is
+# called with the groups that match; LAYOUTS calls it without arguments.
 _ENTRIES: tuple[tuple[str, Callable[..., Layout]], ...] = (
     ("contiguous", Contiguous),
     ("zigzag", Zigzag),

@@ -1,4 +1,4 @@
-"""``DocumentTables``: what the attention of a balanced batch reads of its documents, from the host.
+"""``DocumentTables``: what attention needs to know of a balanced batch's documents, from the host.
 
 On each device the attention needs to know which tokens are of split documents, in which order the
 keys of all gathered zones are sorted, and which range of them each query attends to
@@ -31,7 +31,7 @@ from burst_jax.layouts.run_tables import (
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.arrays import as_int32
 
-# The slices that are gathered at once have at most as many tokens as this many shards.
+# What is gathered at once, a slice of every zone, has at most as many tokens as this many shards.
 MOST_SHARDS = 2
 _INT32 = np.iinfo(np.int32)
 # (left, right) of a mask: how many positions before and after a query's it attends to.
@@ -63,7 +63,7 @@ class MaskTables(NamedTuple):
     own_ranges: Any
 
     def with_tokens(self, function: Callable[[Any], Any]) -> Self:
-        """The tables with ``function`` of those ``[..., T]``."""
+        """The tables, with ``function`` applied to those of shape ``[..., T]``."""
         names = ("is_split", "kv_ranges", "own_ranges")
         changed = {name: jax.tree.map(function, getattr(self, name)) for name in names}
         return self._replace(**changed)
@@ -157,7 +157,8 @@ def mask_name(left: int | None, right: int | None) -> str:
 def needs_own_ranges(left: int | None, right: int | None) -> bool:
     """Whether kernels need per-query KV bounds on a shard, where positions are indices.
 
-    The pieces of a document are farther apart in the text than in the shard.
+    The pieces of a document are farther apart in the sequence than in the shard, so indices do not
+    show which keys are inside a window.
     """
     return left is not None or right not in (None, 0)
 
@@ -265,7 +266,8 @@ class _Row(NamedTuple):
     Attributes:
       ids: int32 ``[T]``.
       positions: int32 ``[T]``.
-      keys: int64 ``[T]``, ascending by document and position; padding comes last.
+      keys: int64 ``[T]``, sort keys (not keys of attention): ascending by document and position,
+        with padding last.
     """
 
     ids: np.ndarray
@@ -273,11 +275,11 @@ class _Row(NamedTuple):
     keys: np.ndarray
 
     def key_at(self, positions: np.ndarray) -> np.ndarray:
-        """The keys of other positions in the tokens' documents, clipped to int32."""
+        """The sort keys of other positions in the tokens' documents, clipped to int32."""
         return _keys(self.ids, np.clip(positions, _INT32.min, _INT32.max))
 
     def limits(self, mask: Sides) -> np.ndarray:
-        """``[2, T]``: the keys at the first position that each query attends to, and at the end."""
+        """``[2, T]``: sort keys of the first position that each query attends to, and the end."""
         left, right = mask
         positions = self.positions.astype(np.int64)
         first = np.full_like(positions, _INT32.min) if left is None else positions - left
@@ -291,7 +293,7 @@ def _rows(ids: np.ndarray, positions: np.ndarray) -> Iterable[_Row]:
 
 def _keys(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
     is_padding = ids == 0
-    # Ids from 1 to 2^31 - 1, and padding behind all of them.
+    # Ids from 1 to 2^31 - 1, and padding after all of them.
     document = np.where(is_padding, _INT32.max, ids - 1).astype(np.int64)
     return (document << 32) + np.where(is_padding, 0, positions.astype(np.int64) - _INT32.min)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from burst_jax.attention.segment_ids import check_ids, check_padding_id
 from burst_jax.attention.validation import check_bool, check_scale
-from burst_jax.errors import check_integer
 from burst_jax.layouts.parse import LayoutLike
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import convolution, delta_rule
@@ -21,7 +21,6 @@ from burst_jax.linear.arrays import (
     STEP,
     check_floats,
     check_rule,
-    check_segment_ids,
     check_shapes,
     without_absent,
 )
@@ -148,8 +147,8 @@ def gated_delta_rule(
         becomes NaN.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
-      implementation: "mosaic_sm90" (Hopper; bfloat16, head dims 128), "xla", or None for the
-        fastest that supports the call.
+      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16 and
+        head dims 128; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with
@@ -173,9 +172,9 @@ def gated_delta_rule(
     }  # fmt: skip
     arrays = without_absent(arrays, "segment_ids", "initial_state")
     sizes = check_rule(DIMENSIONS, arrays, "initial_state")
-    padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
+    padding_id = check_padding_id(padding_id)
     if segment_ids is not None:
-        arrays["segment_ids"] = check_segment_ids(segment_ids, padding_id)
+        arrays["segment_ids"] = check_ids("segment_ids", segment_ids, padding_id)
     check_bool("return_final_state", return_final_state)
     devices = Devices.of(
         "gated_delta_rule", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
@@ -296,9 +295,9 @@ def short_convolution(
     arrays = without_absent(arrays, "segment_ids")
     sizes = check_shapes(DIMENSIONS, arrays)
     check_floats(arrays, ("x", "weight"))
-    padding_id = check_integer("padding_id", padding_id, -(2**31), 2**31 - 1)
+    padding_id = check_padding_id(padding_id)
     if segment_ids is not None:
-        arrays["segment_ids"] = check_segment_ids(segment_ids, padding_id)
+        arrays["segment_ids"] = check_ids("segment_ids", segment_ids, padding_id)
     devices = Devices.of(
         "short_convolution", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
         batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,

@@ -11,7 +11,6 @@ import numpy as np
 
 from burst_jax.attention.validation import FLOAT_DTYPES, check_is_array
 from burst_jax.layouts.run_tables import RUN_DIMENSIONS
-from pallas_kernels.arrays import as_int32, value_range
 
 # Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values, W
 # taps of a convolution, F its features. Those of the tables of a balanced batch are on the mesh.
@@ -106,15 +105,3 @@ def check_rule(
     if state in arrays and arrays[state].dtype != jnp.float32:
         raise ValueError(f"{state} has dtype {arrays[state].dtype}: cast it to float32")
     return sizes
-
-
-def check_segment_ids(segment_ids: Any, padding_id: int) -> Any:
-    """The ids as int32; raises ValueError if one is negative without being that of padding."""
-    segment_ids = as_int32("segment_ids", segment_ids)
-    for value in value_range(segment_ids)[:1]:
-        if value < 0 and value != padding_id:
-            raise ValueError(
-                f"segment_ids holds {value}, and padding_id is {padding_id}: pass padding_id="
-                f"{value} if that marks padding, or count documents from 1"
-            )
-    return segment_ids

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import Maps, arriving
 from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
@@ -31,7 +32,7 @@ from pallas_kernels.linear.chunks import Tokens
 
 # The names under which a remat policy can save results, so that no scan and no exchange runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
-CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states")
+CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states", "gated_delta_rule_chunks")
 # The arguments that are arrays of tokens.
 NAMES = ("query", "key", "value", "log_decay", "beta")
 
@@ -81,18 +82,18 @@ def in_shard(
 
 
 def _of_documents(
-    request: Request, runs: DocumentRuns, arrays: dict[str, jax.Array], target: Target
+    request: Request, runs: DocumentRuns, arrays: Mapping[str, jax.Array], target: Target
 ) -> jax.Array:
     """The output of a balanced batch: of whole documents, and of the runs of split ones."""
     # In the tables padding is 0.
-    ids = arrays["segment_ids"] - jnp.int32(request.padding_id)
+    ids = with_padding_zero("segment_ids", arrays["segment_ids"], request.padding_id)
     wrong = are_of_others(arrays["run_checksums"], ids)
     of_split, slots = None, None
     if runs.zone:
         of_split = SplitRuns.of(arrays)
         slots = Slots.of(of_split, runs.zone, runs.zone)
         ids = ids.at[:, -runs.zone :].set(jnp.where(slots.has, 0, ids[:, -runs.zone :]))
-    inputs = _inputs(ALONE, arrays | {"segment_ids": ids}, 0)
+    inputs = _inputs(ALONE, {**arrays, "segment_ids": ids}, 0)
     o, _ = _scanned(request, ALONE, inputs, _start(ALONE, arrays), target)
     if of_split is not None and slots is not None:
         batch, count = of_split.shape
@@ -197,7 +198,7 @@ class _Residuals(NamedTuple):
 
     Attributes:
       inputs: of the forward pass.
-      kept: of what the implementation prepared.
+      kept: what the implementation keeps of it.
       start: the state before each run.
       m: of each run's map; None without an exchange.
       of_split: the tables of the runs, of split documents.
@@ -227,9 +228,10 @@ def _forward(
         m, ends = implementation.affine(inputs, prepared, start)
         start = start + rule.arriving(Maps(m, ends), of_split)
         m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
-    o, last = implementation.forward(inputs, prepared, start, scale)
+    o, last, kept = implementation.forward(inputs, prepared, start, scale)
     o = checkpoint_name(o, CHECKPOINT_NAMES[0])
-    return (o, last), _Residuals(inputs, implementation.keep(prepared), start, m, of_split)
+    kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[2]), kept)
+    return (o, last), _Residuals(inputs, kept, start, m, of_split)
 
 
 def _backward(

@@ -39,14 +39,14 @@ _ARGUMENTS = {"B": "batch_axis", "T": "seq_axis"} | dict.fromkeys("NKF", "tensor
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """The arguments of a call that :mod:`burst_jax.verify` compares; names as of attention's."""
+    """The arguments of a call that :mod:`burst_jax.verify` compares."""
 
     mesh: Mesh | AbstractMesh | None
     seq_axis: AxisNames
     batch_axis: AxisNames
     tensor_axis: AxisNames
     layout: LayoutLike
-    query_segment_ids: Any
+    segment_ids: Any
     padding_id: int
     scale: float | None = None
     implementation: str | None = None

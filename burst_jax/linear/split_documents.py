@@ -53,7 +53,8 @@ class SplitRuns(NamedTuple):
         runs, order = (arrays[name].astype(jnp.int32) for name in ("runs", "run_order"))
         index, end, document = (order[:, i] for i in range(3))
         begin = jnp.concatenate([jnp.zeros_like(end[:, :1]), end[:, :-1]], 1)
-        return cls(*(runs[:, i] for i in range(3)), index, begin, end, document)
+        start, size, place = (runs[:, i] for i in range(3))
+        return cls(start, size, place, index, begin, end, document)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,7 +83,7 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, runs: SplitRuns, zone: int, length: int) -> Self:
         """Of slots with ``length`` tokens."""
-        within = np.arange(length, dtype=np.int32)
+        within = jnp.arange(length, dtype=jnp.int32)
         token = runs.start[..., None] + within
         used = within < runs.size[..., None]
         tokens = np.arange(zone, dtype=np.int32)
@@ -185,7 +186,7 @@ def tokens_before(
       ``([B, R, count, F], bool [B, R, count])``: the tokens, and whether the document has them.
     """
     batch, slots = of.shape
-    back = np.arange(count, 0, -1, dtype=np.int32)
+    back = jnp.arange(count, 0, -1, dtype=jnp.int32)
     last = (of.start + of.size)[..., None] - back
     has = back <= of.size[..., None]
     own = _taken(zone, last.reshape(batch, -1), has.reshape(batch, -1))

@@ -320,9 +320,8 @@ class Decoder(nnx.Module):
         trained = nnx.Param if config.lora is None else nnx.LoRAParam
         stacks = [STACKS[mixer] for mixer in config.mixers]
         split = {name: nnx.split(getattr(self, name), trained, ...) for name in stacks}
-        graphdefs, stacked, frozen = (
-            {name: parts[i] for name, parts in split.items()} for i in range(3)
-        )
+        graphdefs = {name: parts[0] for name, parts in split.items()}
+        stacked, frozen = ({name: parts[i] for name, parts in split.items()} for i in (1, 2))
         # Without the layer dimension, which the scan over layers removes.
         of_stacks = {name: specs[name] for name in stacks}
         layer_specs = {

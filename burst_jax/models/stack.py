@@ -215,7 +215,8 @@ def run_ahead(
         def body(segment: Segment, carry: Any, place: Place, _: None) -> Any:
             (x, following), (stack, layer) = carry, layers[segment.layer]
             ahead = gathered(local, stack, place.own + 1)
-            x, sums = layer(x, *following[stack], shared)
+            weights, constant = following[stack]
+            x, sums = layer(x, weights, constant, shared)
             return (x, following | {stack: ahead}), sums
 
         first = {stack: gathered(local, stack, np.int32(0)) for stack in counts}

@@ -1,11 +1,11 @@
-"""The attention in a balanced layout: whole documents need no other shard, split ones few kernels.
+"""Attention in a balanced layout: local for whole documents, over gathered keys for split ones.
 
 A ring over the zones (:mod:`burst_jax.ring.zone`) would run many short kernels, each of which reads
 and writes results in float32. So every device gathers the zones of all devices at once; if they
 have more than ``MOST_SHARDS`` times the tokens of a shard, a slice of every zone at a time
 (:func:`burst_jax.layouts.tables.zone_slices`).
 Sorted by document and position the keys of a slice are one sequence, of which each query attends to
-one range, and the attention is two independent ones::
+one range. There are two independent attentions::
 
     tokens of whole documents    local attention over the shard
     tokens of split documents    queries of this device's zone, keys of all zones, sorted
@@ -22,8 +22,8 @@ is sent meanwhile, are::
                 split documents, slice 1    reduce-scatter of gradients of slice 0
                 whole documents             reduce-scatter of gradients of slice 1
 
-Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (As many
-permutes at once are not overlapped: XLA runs all but four of them one after the other.)
+Gradients are sent in float32, so the bytes are those of a ring that rotates K and V. (Permutes in
+place of one all-gather would not overlap: XLA runs all but four of them one after the other.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from pallas_kernels.inputs import Carry, PerHead
 
 
 def _sends(request: Request) -> bool:
-    """Whether a device needs other shards."""
+    """Whether devices need tokens of other shards."""
     return bool(zone_of(request)) and request.ring_size > 1
 
 
@@ -99,13 +99,13 @@ def _given(shard: Shard, tables: MaskTables, slices: list[slice], n: int) -> _Fo
 
 
 class _Documents:
-    """Both attentions of a device.
+    """Both attentions of a device: over whole and over split documents.
 
     Attributes:
       whole: inputs of the attention over whole documents.
       split: inputs of that over split documents, with the keys of this device's zone instead of a
-        slice of all zones. The arrays are those of every slice: an implementation chooses the form
-        in which it accumulates dQ by them.
+        slice of all zones. It has the same arrays as the inputs of every slice, which determine how
+        an implementation accumulates dQ.
       specs: of ``whole`` and of ``split``.
       shard: this device's shard.
       route: the ring.
@@ -139,8 +139,8 @@ class _Documents:
         """What tables hold, by a search over the gathered segment ids and positions."""
         shard = self.shard
         own = Order.of(inputs.query, shard.outside)
-        # XLA would gather the order, which the first kernel needs, in one operation with K and V
-        # that is sent during that kernel. The same below.
+        # Without the barrier XLA would combine this all-gather, which the first kernel waits for,
+        # with that of K and V, which is sent during the kernel. The same holds for the one below.
         everyone, parts = lax.optimization_barrier((self.route.gather(jnp.stack(own)), self.parts))
         ids, positions = own
         low, high = key_limits(request.spec.mask, positions)
@@ -172,9 +172,9 @@ class _Documents:
     def _is_outside(self, inputs: AttentionInputs, zones: jax.Array, here: jax.Array) -> jax.Array:
         """Bool ``[B]``, whether a split document has tokens before this device's zone.
 
-        The layout then is that of another placement. Split documents have the highest ids, so only
-        the last document before the zone may be one; in the order of a fixed layout also those at
-        the ends of its blocks. It is in the zones of other devices.
+        If so, the layout is that of another placement. Split documents have the highest ids, so
+        only the last document before the zone can be one; in the order of a fixed layout also those
+        at the ends of its blocks. It is split if it is also in the zone of another device.
         """
         if not self.shard.outside:
             return jnp.zeros(inputs.query.q.shape[0], bool)
@@ -239,9 +239,9 @@ def _block_ends(segment_ids: jax.Array, length: int) -> jax.Array:
 
 
 def _is_on_several_shards(route: Route, segment_ids: jax.Array, length: int) -> jax.Array:
-    """Bool ``[B]``, whether another shard has tokens of a document, too, outside of all zones.
+    """Bool ``[B]``, whether a document has tokens on several shards outside of their zones.
 
-    Then the layout is that of another placement, or of no placement. Of several shards that have
+    If so, the layout is that of another placement, or of no placement. Of several shards that have
     pieces, two have one of the same document as their last: split documents have the highest ids.
     In contiguous and zigzag order neighbouring blocks share a document that is at an end of both.
 
@@ -336,8 +336,8 @@ def backward(
                 (following, parts[1:], of_zone, sums, dq)
             )
             reduced += [of_zone] if of_zone else []
-    # Last, because there is more to send than at first, and because in one kernel it takes less
-    # time than in two.
+    # Whole documents come last, because more is sent here than at the start, and all at once,
+    # because one kernel takes less time than two.
     with jax.named_scope(step_name("backward", len(documents.slices) + 1)):
         whole, of_zone = documents.whole, tuple(map(route.scatter_sum, sums))
         bounds = implementation.backward_bounds(whole, spec=of_whole)

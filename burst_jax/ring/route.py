@@ -265,7 +265,7 @@ def _allowed_scores(ring: RingMask) -> AllowedScores:
 
 
 def allowed_scores(ring: RingMask) -> AllowedScores:
-    """The counts for a mask, whichever side rotates; the last ones are kept.
+    """The counts for a mask, the same for both rotations; the latest ones are cached.
 
     A route and its scores are computed one after the other, and so are both rotations.
     """

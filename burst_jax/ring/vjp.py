@@ -38,8 +38,8 @@ class _Pass(NamedTuple):
     Attributes:
       forward: as :func:`burst_jax.ring.forward.forward`.
       backward: as :func:`burst_jax.ring.backward.backward`.
-      passes_segment_ids: whether kernels get the call's segment ids; else they need zeros in
-        padding, which they cannot find.
+      passes_segment_ids: whether kernels get the call's segment ids. Without them they cannot
+        identify padding, so their inputs must hold zeros there.
     """
 
     forward: Callable[..., Carry]
@@ -105,7 +105,7 @@ def ring_inputs(
 ) -> AttentionInputs:
     """The inputs after the Ulysses all-to-all, with zeros in padding.
 
-    With a ``target``, only if the forward kernels on it need the zeros.
+    With a ``target``, padding is zeroed only if the forward kernels on it need that.
     """
     axis, (query, kv, shared) = request.ulysses_axis, inputs
     q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (query.q, kv.k, kv.v))

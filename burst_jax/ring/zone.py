@@ -6,7 +6,7 @@ pieces of split documents are in the gathered zone, the last z tokens of every s
 On its own shard a query's keys are those of its document at or before it, in index order. A shard's
 tokens are sorted by document and position, so in any part of a shard a query's keys are one range
 of indices: :meth:`Order.count_before` finds it by a search, and kernels get it as per-query KV
-bounds. For kernels positions are indices.
+bounds. The positions that kernels get are indices.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Shard:
         self.inputs = inputs._replace(query=query, kv=kv)
 
     def of_queries(self, these: Any) -> AttentionInputs:
-        """The inputs, with other queries than these, bool ``[B or 1, c]``, attending to nothing."""
+        """The inputs; queries where ``these``, bool ``[B or 1, c]``, is False attend to nothing."""
         query = self.inputs.query
         if query.segment_ids is not None:
             query = query._replace(segment_ids=jnp.where(these, query.segment_ids, 0))
@@ -170,7 +170,7 @@ class Shard:
 
 
 def _is_of_others(tables: MaskTables, order: Order, here: jax.Array | int) -> jax.Array:
-    """Bool ``[B]``, whether tables are not of the tokens of this device, ``here``."""
+    """Bool ``[B]``, whether the tables belong to other tokens than those of device ``here``."""
     own = lax.dynamic_index_in_dim(tables.checksums, jnp.asarray(here, jnp.int32), 1, False)
     return checksums(*order, jnp) != own
 

@@ -17,7 +17,9 @@ from burst_jax.training.evaluation import evaluate as evaluate
 from burst_jax.training.evaluation import evaluation_memory as evaluation_memory
 from burst_jax.training.evaluation import make_eval_step as make_eval_step
 from burst_jax.training.loss import chunked_cross_entropy as chunked_cross_entropy
+from burst_jax.training.loss import next_token_log_probs as next_token_log_probs
 from burst_jax.training.loss import next_token_loss as next_token_loss
+from burst_jax.training.loss import token_log_probs as token_log_probs
 from burst_jax.training.optimizer import Optimizer as Optimizer
 from burst_jax.training.optimizer import make_optimizer as make_optimizer
 from burst_jax.training.state import LowPrecisionWeights as LowPrecisionWeights

@@ -25,7 +25,7 @@ from pallas_kernels.arrays import vary, varying_axes
 SUBCHUNKS = 4
 
 # Hidden states, targets and weights of some tokens.
-_PerToken = tuple[jax.Array, jax.Array, jax.Array]
+_PerToken = tuple[jax.Array, ...]
 
 
 class HeadLoss(NamedTuple):
@@ -69,15 +69,15 @@ def fused_loss(
     Returns:
       A float32 scalar: the sum over this device's tokens, replicated over ``options.vocab_axes``.
     """
-    chunks, subchunks, size = _sizes(hidden.shape[0], options.chunk_size)
+    chunks, subchunks, size = chunk_sizes(hidden.shape[0], options.chunk_size)
     kernel = kernel.astype(hidden.dtype)
 
     def subchunk(_: None, xs: _PerToken) -> tuple[None, jax.Array]:
         hidden, targets, weights = xs
-        return None, _losses(_matmul(hidden, kernel), targets, weights, options)[0]
+        return None, _losses(matmul(hidden, kernel), targets, weights, options)[0]
 
     _, losses = lax.scan(
-        subchunk, None, _split((hidden, targets, weights), chunks * subchunks, size)
+        subchunk, None, split((hidden, targets, weights), chunks * subchunks, size)
     )
     return jnp.sum(losses)
 
@@ -91,7 +91,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
     """The loss, and the gradients of hidden and kernel, divided by the largest weight."""
     count, features = hidden.shape
-    chunks, subchunks, size = _sizes(count, options.chunk_size)
+    chunks, subchunks, size = chunk_sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
     # Gradients are those of weights of at most 1, which any dtype has room for.
     largest = jnp.max(jnp.abs(weights), initial=0)
@@ -101,7 +101,7 @@ def _forward(
         d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]
     ) -> tuple[jax.Array, jax.Array]:
         index, (hidden, targets, weights) = xs
-        products = _matmul(hidden, cast)
+        products = matmul(hidden, cast)
         loss, lse, columns = _losses(products, targets, weights, options)
         scaled = weights / largest
         new = _d_products(products, lse, columns, scaled, options).astype(hidden.dtype)
@@ -113,13 +113,13 @@ def _forward(
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         d_kernel, d_logits = sums
         d_logits, losses = lax.scan(subchunk, d_logits, (jnp.arange(subchunks), xs))
-        d_hidden = _matmul(d_logits, cast.T).astype(hidden.dtype)
-        d_kernel = d_kernel + _matmul(xs[0].reshape(-1, features).T, d_logits)
+        d_hidden = matmul(d_logits, cast.T).astype(hidden.dtype)
+        d_kernel = d_kernel + matmul(xs[0].reshape(-1, features).T, d_logits)
         return (d_kernel, d_logits), (losses, d_hidden)
 
     tokens = jax.tree.map(
         lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
-        _split((hidden, targets, weights), chunks * subchunks, size),
+        split((hidden, targets, weights), chunks * subchunks, size),
     )
     # All chunks write their d_logits to one buffer; a new one would be zero-filled each time.
     zeros = (
@@ -149,7 +149,7 @@ def _backward(
 fused_loss.defvjp(_forward, _backward)
 
 
-def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
+def chunk_sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
     """``(chunks, sub-chunks per chunk, tokens per sub-chunk)``, nearly equal.
 
     Together they hold at least ``tokens``; a chunk has at most ``chunk_size``.
@@ -161,26 +161,31 @@ def _sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:
     return chunks, subchunks, -(-in_chunk // subchunks)
 
 
-def _split(tokens: _PerToken, count: int, size: int) -> _PerToken:
+def split(tokens: tuple[jax.Array, ...], count: int, size: int) -> tuple[jax.Array, ...]:
     """Each array ``[tokens, ...]`` as ``[count, size, ...]``, padded with zeros of weight 0."""
 
-    def split(x: jax.Array) -> jax.Array:
+    def one(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(count, size, *x.shape[1:])
 
-    hidden, targets, weights = tokens
-    return split(hidden), split(targets), split(weights)
+    return tuple(map(one, tokens))
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """``a b`` with float32 accumulation; both factors have one dtype, for tensor cores."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def _cap(products: jax.Array, options: HeadLoss) -> jax.Array:
+def capped(products: jax.Array, options: HeadLoss) -> jax.Array:
     """Logits from the product of hidden states and kernel."""
     cap = options.logits_soft_cap
     return products if cap is None else cap * jnp.tanh(products / cap)
+
+
+def through_cap(gradient: jax.Array, logits: jax.Array, options: HeadLoss) -> jax.Array:
+    """The gradient with respect to the products, from that with respect to the logits."""
+    cap = options.logits_soft_cap
+    return gradient if cap is None else gradient * (1 - (logits / cap) ** 2)
 
 
 def _losses(
@@ -191,15 +196,31 @@ def _losses(
     ``lse`` is float32 ``[size]``; ``index`` is int32 ``[size]``, the targets as columns of
     ``products``, out of range for targets on other devices.
     """
-    here, vocab = products.shape[-1], options.vocab_axes
     counts = weights != 0
+    lse, picked, index = target_logits(products, targets, counts, options)
+    loss = lse - picked
+    if options.z_loss:
+        loss = loss + options.z_loss * lse**2
+    return jnp.sum(jnp.where(counts, weights * loss, 0.0)), lse, index
+
+
+def target_logits(
+    products: jax.Array, targets: jax.Array, counts: jax.Array, options: HeadLoss
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``(lse, logits[target], index)`` of float32 ``products [size, V / devices]``.
+
+    The second is NaN for a target outside the vocabulary; targets that do not count are read as 0.
+    ``index`` is int32 ``[size]``, the targets as columns of ``products``, out of range for targets
+    on other devices.
+    """
+    here, vocab = products.shape[-1], options.vocab_axes
     index = jnp.where(counts, targets, 0)
     if vocab:
         index = index - here * lax.axis_index(vocab)
-    largest, total = _max_and_sum(_cap(products, options))
+    largest, total = _max_and_sum(capped(products, options))
     present = (index >= 0) & (index < here)
     columns = jnp.clip(index, 0, here - 1)[:, None]
-    picked = _cap(jnp.take_along_axis(products, columns, axis=-1)[:, 0], options)
+    picked = capped(jnp.take_along_axis(products, columns, axis=-1)[:, 0], options)
     picked = jnp.where(present, picked, 0.0)
     found = present.astype(jnp.float32)
     if vocab:
@@ -208,13 +229,8 @@ def _losses(
         total = total * jnp.exp(largest - whole)
         total, picked, found = lax.psum(jnp.stack([total, picked, found]), vocab)
         largest = whole
-    lse = largest + jnp.log(total)
-    loss = lse - picked
-    if options.z_loss:
-        loss = loss + options.z_loss * lse**2
     # found is 0 for a target outside the vocabulary.
-    loss = jnp.where(found == 1, loss, jnp.nan)
-    return jnp.sum(jnp.where(counts, weights * loss, 0.0)), lse, index
+    return largest + jnp.log(total), jnp.where(found == 1, picked, jnp.nan), index
 
 
 def _d_products(
@@ -224,14 +240,12 @@ def _d_products(
 
     ``weights * ((1 + 2 z_loss lse) softmax(logits) - onehot(target)) * d logits / d products``.
     """
-    logits = _cap(products, options)
+    logits = capped(products, options)
     scale = weights * (1 + 2 * options.z_loss * lse) if options.z_loss else weights
     is_target = lax.broadcasted_iota(jnp.int32, products.shape, 1) == index[:, None]
     gradient = scale[:, None] * jnp.exp(logits - lse[:, None])
     gradient = gradient - jnp.where(is_target, weights[:, None], 0.0)
-    if options.logits_soft_cap is not None:
-        gradient = gradient * (1 - (logits / options.logits_soft_cap) ** 2)
-    return gradient
+    return through_cap(gradient, logits, options)
 
 
 @jax.custom_jvp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from burst_jax.parallel.mesh import (
 from burst_jax.parallel.rules import check_divides
 from burst_jax.training.batches import Batch
 from burst_jax.training.fused_loss import HeadLoss, fused_loss
+from burst_jax.training.log_probs import log_probs
 from pallas_kernels.arrays import vary
 
 # Each chunk reads and writes the kernel's gradient once. With 4K tokens this takes a few percent of
@@ -94,10 +96,91 @@ def chunked_cross_entropy(
       ValueError: no mesh, a chunk_size below 1, a z_loss below 0, a soft cap that is not positive,
         sizes that a mesh axis does not divide, or other shapes and dtypes.
     """
+    options = HeadLoss(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
+    return _over_mesh(
+        _local_loss, (hidden, kernel, targets, weights), options, PartitionSpec(), mesh=mesh,
+        seq_axis=seq_axis, batch_axis=batch_axis, vocab_axis=vocab_axis, kernel_spec=kernel_spec,
+        frozen_kernel=frozen_kernel,
+    )  # fmt: skip
+
+
+def token_log_probs(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    seq_axis: AxisNames = "seq",
+    batch_axis: AxisNames = None,
+    vocab_axis: AxisNames = None,
+    kernel_spec: PartitionSpec | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    logits_soft_cap: float | None = None,
+    frozen_kernel: bool = False,
+    entropy: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Each target's log-probability ``logits[target] - lse``, differentiable, without all logits.
+
+    ``logits = hidden kernel`` with a soft cap as in :func:`chunked_cross_entropy`, ``lse =
+    logsumexp(logits)``, ``p = exp(logits - lse)``. The memory is that of the loss and three numbers
+    per token. The backward pass computes the logits again, in all four matrix products.
+
+    Args:
+      hidden: as for :func:`chunked_cross_entropy`, as all arguments but these:
+      kernel: ``[D, V]``.
+      targets: int32 ``[B, T]``, in the order of ``hidden``, ignored where the weight is 0.
+      weights: float32 ``[B, T]``: where it is 0, results and gradients are 0; other values change
+        nothing. None is 1 everywhere.
+      mesh: the mesh.
+      seq_axis: mesh axis, or axes, that shard T.
+      batch_axis: mesh axis, or axes, that shard B, or None.
+      vocab_axis: mesh axis, or axes, that shard V, or None.
+      kernel_spec: sharding of the kernel.
+      chunk_size: number of tokens in a device's chunk.
+      logits_soft_cap: bounds the logits to (-cap, cap); None is no cap.
+      frozen_kernel: whether the kernel is a constant; its gradient is then 0 and not computed.
+      entropy: whether to compute ``-sum_j p_j log p_j``, too.
+
+    Returns:
+      ``(log_probs, entropy)``, float32 ``[B, T]`` in nats, sharded and ordered like the targets
+      (:func:`burst_jax.from_layout` gives the natural order); the second is None unless asked for.
+
+    Raises:
+      ValueError: as :func:`chunked_cross_entropy`.
+    """
+    options = HeadLoss(chunk_size, flat_names(vocab_axis), 0.0, logits_soft_cap)
+    found, entropies = _over_mesh(
+        partial(_local_log_probs, with_entropy=entropy), (hidden, kernel, targets, weights),
+        options, token_spec(batch_axis, seq_axis), mesh=mesh, seq_axis=seq_axis,
+        batch_axis=batch_axis, vocab_axis=vocab_axis, kernel_spec=kernel_spec,
+        frozen_kernel=frozen_kernel,
+    )  # fmt: skip
+    return found, entropies if entropy else None
+
+
+def _over_mesh(
+    local: Callable[..., tuple[jax.Array, jax.Array]],
+    arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    options: HeadLoss,
+    out_spec: PartitionSpec,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    seq_axis: AxisNames,
+    batch_axis: AxisNames,
+    vocab_axis: AxisNames,
+    kernel_spec: PartitionSpec | None,
+    frozen_kernel: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Checks a call and runs ``local`` on every device's tokens, whose two results are sharded so.
+
+    ``local(hidden [tokens, D], kernel, targets [tokens], weights [tokens], options=, token_axes=)``
+    gets the kernel as its devices share it: all of it but for the axes of the vocabulary.
+    """
+    hidden, kernel, targets, weights = arrays
     mesh = resolve_mesh(mesh)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
-    options = HeadLoss(chunk_size, flat_names(vocab_axis), z_loss, logits_soft_cap)
     _check(hidden, kernel, targets, weights, options)
     if kernel_spec is None:
         kernel_spec = explicit_spec(kernel, PartitionSpec(None, vocab_axis))
@@ -109,23 +192,29 @@ def chunked_cross_entropy(
     # Over other axes every device would compute the same loss from its gathered kernel, which JAX
     # could not know to be the same; so those are gathered before.
     token_axes = flat_names(batch_axis, seq_axis)
-    kernel_spec = restrict_spec(kernel_spec, (*token_axes, *options.vocab_axes))
-    kernel = reshard_explicit(kernel, mesh, kernel_spec)
+    spec = restrict_spec(kernel_spec, (*token_axes, *options.vocab_axes))
+    kernel = reshard_explicit(kernel, mesh, spec)
     if frozen_kernel:
         kernel = lax.stop_gradient(kernel)
-    local = jax.shard_map(
-        partial(
-            _local_loss,
-            token_axes=token_axes,
-            kernel_spec=kernel_spec,
-            options=options,
-            frozen_kernel=frozen_kernel,
-        ),
-        mesh=mesh,
-        in_specs=(hidden_spec, kernel_spec, tokens, tokens),
-        out_specs=(PartitionSpec(), PartitionSpec()),
-    )
-    return local(hidden, kernel, targets, lax.stop_gradient(weights))
+
+    def run(hidden, kernel, targets, weights):
+        if not frozen_kernel:
+            hidden, kernel = _gradients_together(hidden, kernel)
+        # Gathered outside the scan, so that its gradient is reduced once, not once per chunk.
+        kernel = gather_weights(
+            kernel, spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype, widen=True
+        )
+        hidden = vary(hidden, frozenset(options.vocab_axes))
+        shape = targets.shape
+        results = local(
+            hidden.reshape(-1, hidden.shape[-1]), kernel, targets.reshape(-1), weights.reshape(-1),
+            options=options, token_axes=token_axes,
+        )  # fmt: skip
+        return jax.tree.map(lambda x: x.reshape(shape) if x.ndim else x, results)
+
+    in_specs = hidden_spec, spec, tokens, tokens
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=(out_spec, out_spec))
+    return mapped(hidden, kernel, targets, lax.stop_gradient(weights))
 
 
 def next_token_loss(
@@ -156,6 +245,42 @@ def loss_with_auxiliary(
       ``(sum of losses in nats, number of targets, auxiliary)``; the loss of a training step is
       ``sum / number + auxiliary.loss``.
     """
+    hidden, auxiliary, options = _of_decoder(model, batch)
+    total, count = chunked_cross_entropy(
+        hidden, model.head_kernel(), batch["targets"], batch["weights"], chunk_size=chunk_size,
+        z_loss=z_loss, **options,
+    )  # fmt: skip
+    return total, count, auxiliary
+
+
+def next_token_log_probs(
+    model: Decoder, batch: Batch[jax.Array], *, chunk_size: int = CHUNK_SIZE, entropy: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """:func:`token_log_probs` of a decoder on a batch of :func:`make_batch`, in its order.
+
+    For reinforcement learning, distillation and scoring; without auxiliary losses.
+
+    Args:
+      model: the decoder.
+      batch: a batch of :func:`place_batch`.
+      chunk_size: number of tokens in a device's chunk.
+      entropy: whether to compute the entropies, too.
+
+    Returns:
+      ``(log_probs, entropy)``, float32 ``[B, T]``, 0 where the batch's weight is 0; the second is
+      None unless asked for.
+    """
+    hidden, _, options = _of_decoder(model, batch)
+    return token_log_probs(
+        hidden, model.head_kernel(), batch["targets"], batch["weights"], chunk_size=chunk_size,
+        entropy=entropy, **options,
+    )  # fmt: skip
+
+
+def _of_decoder(
+    model: Decoder, batch: Batch[jax.Array]
+) -> tuple[jax.Array, Auxiliary, dict[str, Any]]:
+    """Hidden states, what comes next to them, and the arguments of the functions over a mesh."""
     parts, kernel_spec = model.head_sharding()
     hidden, auxiliary = model.with_auxiliary(
         batch["inputs"],
@@ -164,48 +289,35 @@ def loss_with_auxiliary(
         prefix_lengths=batch.get("prefix_lengths"),
         document_tables=batch.get("document_tables"),
     )
-    total, count = chunked_cross_entropy(
-        hidden,
-        model.head_kernel(),
-        batch["targets"],
-        batch["weights"],
-        chunk_size=chunk_size,
-        z_loss=z_loss,
-        logits_soft_cap=model.config.final_soft_cap,
-        mesh=parts.mesh,
-        seq_axis=parts.token_axes,
-        batch_axis=parts.out_batch_axes,
-        vocab_axis=parts.tensor_axes,
-        kernel_spec=kernel_spec,
+    options = {
+        "logits_soft_cap": model.config.final_soft_cap,
+        "mesh": parts.mesh,
+        "seq_axis": parts.token_axes,
+        "batch_axis": parts.out_batch_axes,
+        "vocab_axis": parts.tensor_axes,
+        "kernel_spec": kernel_spec,
         # With LoRA only the adapters are trained.
-        frozen_kernel=model.config.lora is not None,
-    )
-    return total, count, auxiliary
+        "frozen_kernel": model.config.lora is not None,
+    }
+    return hidden, auxiliary, options
 
 
 def _local_loss(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    token_axes: tuple[str, ...],
-    kernel_spec: PartitionSpec,
-    options: HeadLoss,
-    frozen_kernel: bool,
-) -> tuple[jax.Array, jax.Array]:
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *,
+    options: HeadLoss, token_axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Sums of loss and weight over one device's tokens, reduced over the token axes."""
-    if not frozen_kernel:
-        hidden, kernel = _gradients_together(hidden, kernel)
-    # Gathered outside the scan, so that its gradient is reduced once, not once per chunk.
-    kernel = gather_weights(
-        kernel, kernel_spec, over=token_axes, keep=options.vocab_axes, dtype=hidden.dtype,
-        widen=True,
-    )  # fmt: skip
-    hidden = vary(hidden, frozenset(options.vocab_axes))
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    loss = fused_loss(hidden, kernel, targets.reshape(-1), weights.reshape(-1), options)
+    loss = fused_loss(hidden, kernel, targets, weights, options)
     return lax.psum((loss, jnp.sum(weights)), token_axes)
+
+
+def _local_log_probs(
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *,
+    options: HeadLoss, token_axes: tuple[str, ...], with_entropy: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Log-probabilities and entropies of one device's tokens."""
+    del token_axes
+    return log_probs(hidden, kernel, targets, weights != 0, options, with_entropy)
 
 
 @jax.custom_vjp

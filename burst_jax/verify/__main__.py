@@ -104,7 +104,7 @@ def _compare(args: argparse.Namespace, mesh: Mesh) -> Report:
     batch = random_batch(args.batch, args.seq_len, config.vocab_size, args.seed)
     ids = batch["segment_ids"]
     assert ids is not None
-    layout = args.layout.fitted(ids, mesh.shape["seq"])
+    layout = args.layout.order_of(ids, mesh.shape["seq"]).layout
 
     def make_loss(mesh: Mesh, layout: str) -> Any:
         graphdef, _ = abstract_decoder(config, mesh=mesh, layout=layout, **options)

@@ -134,7 +134,7 @@ def natural_index(sizes: Sizes) -> np.ndarray:
 
 
 def ordered(
-    batch: Any, sizes: Sizes, layout: Layout, num_shards: int, names: set[str]
+    batch: Any, sizes: Sizes, layout: Layout, num_shards: int, names: Mapping[str, int]
 ) -> tuple[Any, np.ndarray]:
     """The batch in natural order for a layout, and for each slot of the layout its token's index.
 
@@ -148,10 +148,11 @@ def ordered(
       sizes: of the batch.
       layout: the layout.
       num_shards: number of shards.
-      names: leaves that attention got as segment ids.
+      names: leaves that attention got as segment ids, and the id that means padding to it.
 
     Raises:
       ValueError: the batch has no segment ids, arrays ``[T]``, or documents for another zone.
+      NotImplementedError: padding is not segment 0.
     """
     index = layout.positions(sizes.length, num_shards)
     if index is not None:
@@ -170,6 +171,11 @@ def ordered(
             "to attention"
         )
     ids = found[1]
+    if padding_id := names.get(found[0], 0):
+        raise NotImplementedError(
+            f"layout is {layout!r}, which gives documents new ids, and attention got padding_id "
+            f"{padding_id}: mark padding by 0, as make_batch does, and leave padding_id out"
+        )
     _, order, new_ids = layout.order_of(ids, num_shards)
     renumbered = np.zeros(ids.shape, np.int32)
     for row, new, source, one in zip(order, renumbered, ids, new_ids, strict=True):
@@ -190,7 +196,7 @@ def ordered(
 
 def wrong_order(
     own: Any, wanted: Any, natural: Any, sizes: Sizes, layout: Layout, num_shards: int,
-    segment_names: set[str],
+    segment_names: Mapping[str, int],
 ) -> list[str]:  # fmt: skip
     """A sentence about the arrays of a loader's batch that are not in the layout, if there are.
 
@@ -201,7 +207,7 @@ def wrong_order(
       sizes: of the batch.
       layout: the layout.
       num_shards: number of shards.
-      segment_names: of the arrays that attention gets as segment ids.
+      segment_names: of the arrays that attention gets as segment ids, with its padding's id.
     """
     if own is None:
         return []
@@ -285,18 +291,20 @@ def place(
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Tokens of a batch in segment 0, which is padding.
+    """Tokens of a batch in the segment that is padding.
 
     Attributes:
       name: the leaf with the segment ids.
-      tokens: the share of all tokens that are in segment 0, from 0 to 1.
+      padding_id: the id of that segment.
+      tokens: the share of all tokens that are in it, from 0 to 1.
       loss: the share of the loss weights that those tokens have; None if the batch has no weights.
-      count: how many tokens are in segment 0.
-      counted_from_zero: whether segment 0 looks like a document: it is at the start of sequences
-        and has varied tokens.
+      count: how many tokens are in it.
+      counted_from_zero: whether it is segment 0 and looks like a document: it is at the start of
+        sequences and has varied tokens.
     """
 
     name: str
+    padding_id: int
     tokens: float
     loss: float | None
     count: int
@@ -312,7 +320,9 @@ def _by_token(batch: Any, sizes: Sizes) -> list[tuple[str, np.ndarray]]:
     ]
 
 
-def segment_ids_of(batch: Any, sizes: Sizes, names: set[str]) -> tuple[str, np.ndarray] | None:
+def segment_ids_of(
+    batch: Any, sizes: Sizes, names: Mapping[str, int]
+) -> tuple[str, np.ndarray] | None:
     """The batch's segment ids and their name; ``names`` are leaves that attention got as ids."""
     found = (
         (name, x)
@@ -322,24 +332,29 @@ def segment_ids_of(batch: Any, sizes: Sizes, names: set[str]) -> tuple[str, np.n
     return next(found, None)
 
 
-def segments_of(batch: Any, sizes: Sizes, names: set[str]) -> Segments | None:
-    """What the batch has in segment 0; ``names`` are leaves that attention got as segment ids."""
+def segments_of(batch: Any, sizes: Sizes, names: Mapping[str, int]) -> Segments | None:
+    """What the batch has of padding.
+
+    ``names`` are leaves that attention got as segment ids, with the id that means padding to it.
+    """
     arrays = _by_token(batch, sizes)
     found = segment_ids_of(batch, sizes, names)
     if found is None:
         return None
     name, ids = found
-    zero = ids == 0
+    padding_id = names.get(name, 0)
+    padding = ids == padding_id
     weights = [np.asarray(x, np.float64) for n, x in arrays if n != name and _is_named(n, _WEIGHTS)]
     loss = None
     if weights and weights[0].shape == ids.shape and weights[0].sum():
-        loss = float(weights[0][zero].sum() / weights[0].sum())
+        loss = float(weights[0][padding].sum() / weights[0].sum())
     # Padding at the start of a sequence has one token id, a document has many.
     tokens = [x for n, x in arrays if x.dtype.kind in "iu" and is_content(n, name)]
-    first = zero & (np.maximum.accumulate(ids, axis=1) == 0)
-    first &= zero[:, :1]
-    varied = any(len(np.unique(x[row, first[row]])) > 2 for x in tokens for row in range(len(ids)))
-    return Segments(name, float(zero.mean()), loss, int(zero.sum()), bool(varied))
+    first = np.logical_and.accumulate(padding, axis=1)
+    varied = padding_id == 0 and any(
+        len(np.unique(x[row, first[row]])) > 2 for x in tokens for row in range(len(ids))
+    )
+    return Segments(name, padding_id, float(padding.mean()), loss, int(padding.sum()), varied)
 
 
 def is_content(name: str, segments: str) -> bool:
@@ -348,20 +363,20 @@ def is_content(name: str, segments: str) -> bool:
     return name != segments and not _is_named(name, others)
 
 
-def other_padding(batch: Any, segments: str) -> Any:
-    """The batch with other tokens and targets in segment 0, which no loss may depend on."""
-    ids = next(np.asarray(x) for name, x in named_leaves(batch) if name == segments)
+def other_padding(batch: Any, segments: Segments) -> Any:
+    """The batch with other tokens and targets in padding, which no loss may depend on."""
+    ids = next(np.asarray(x) for name, x in named_leaves(batch) if name == segments.name)
+    padding = ids == segments.padding_id
 
     def change(path: Any, x: Any) -> np.ndarray:
         x = np.asarray(x)
-        fits = x.ndim >= 2 and x.shape[:2] == ids.shape and is_content(path_name(path), segments)
-        if not fits:
+        if x.shape[:2] != ids.shape or not is_content(path_name(path), segments.name):
             return x
-        zero = (ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2))
+        where = padding.reshape(*ids.shape, *[1] * (x.ndim - 2))
         values = np.unique(x) if x.dtype.kind in "iu" else np.asarray([0, 1], x.dtype)
         # Another value of the same array: the next larger one.
         index = np.searchsorted(values, x) + 1 if x.dtype.kind in "iu" else (x == 0).astype(int)
-        return np.where(zero, values[index % len(values)], x).astype(x.dtype)
+        return np.where(where, values[index % len(values)], x).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(change, batch)
 

@@ -116,18 +116,27 @@ def replicated_sentences(
     return sentences
 
 
+def segment_ids_of(call: WatchedCall) -> Any:
+    """The segment ids of a call's queries, or None."""
+    ids = _argument(call, "segment_ids")
+    return _argument(call, "query_segment_ids") if ids is None else ids
+
+
 def without_segments(calls: Sequence[WatchedCall]) -> list[str]:
     """A sentence about the calls without segment ids, if other calls have them."""
-    have = [_argument(call, "query_segment_ids") is not None for call in calls]
+    have = [segment_ids_of(call) is not None for call in calls]
     if all(have) or not any(have):
         return []
     first = calls[have.index(False)]
     mixed = (
-        "documents attend to each other; pass query_segment_ids and key_value_segment_ids to all"
+        "documents attend to each other"
         if first.name == "attention"
-        else "a document continues the one before it; pass segment_ids to all"
+        else "a document continues the one before it"
     )
-    return [f"{where(first, calls)} has no segment ids, other calls have: there, {mixed}"]
+    return [
+        f"{where(first, calls)} has no segment ids, other calls have: there, {mixed}; pass "
+        "segment_ids to all"
+    ]
 
 
 def options_that_differ(mesh: WatchedCall, one: WatchedCall) -> list[str]:

@@ -78,7 +78,7 @@ def compare(
     other values on the mesh from the same inputs. This needs no help from the model.
 
     Independent of the numbers, :func:`compare` reports attention calls that differ in layout or
-    segment ids, mesh axes along which devices compute the same, and tokens in segment 0 that are
+    segment ids, mesh axes along which devices compute the same, and tokens of padding that are
     documents or count in the loss.
 
     Args:
@@ -232,17 +232,17 @@ class _Comparison:
                 "scalar, such as sum(losses * weights) / sum(weights)"
             )
 
-    def _segment_names(self, side: _Side) -> set[str]:
-        """Names of the leaves of the batch that attention gets as segment ids."""
-        found = set()
+    def _segment_names(self, side: _Side) -> dict[str, int]:
+        """Names of the leaves of the batch that attention gets as segment ids, and its padding."""
+        found: dict[str, int] = {}
 
         def loss(params: Any, batch: Any) -> jax.Array:
             names = {id(x): name for name, x in named_leaves(batch)}
             with watched() as calls:
                 out = side.loss(params, batch)
             for call in calls:
-                ids = getattr(call.arguments, "query_segment_ids", None)
-                found.update(name for key, name in names.items() if key == id(ids))
+                ids, padding = watched_calls.segment_ids_of(call), call.arguments.padding_id
+                found.update({name: padding for key, name in names.items() if key == id(ids)})
             return out
 
         with jax.set_mesh(side.mesh):
@@ -337,19 +337,20 @@ class _Comparison:
         segments = batches.segments_of(self.batch, self.sizes, self.segment_names)
         if segments is None or not segments.count:
             return []
-        share = f"{100 * segments.tokens:.1f} % of the tokens are in segment 0"
+        padding = f"segment {segments.padding_id}"
+        share = f"{100 * segments.tokens:.1f} % of the tokens are in {padding}"
         if segments.counted_from_zero:
             return [
                 f"{share} of {segments.name}, at the start of sequences and with varied ids: "
-                "segment 0 is padding, which attends to nothing, so documents that are counted "
+                f"{padding} is padding, which attends to nothing, so documents that are counted "
                 "from 0 lose their first; count them from 1"
             ]
         if segments.loss:
             return [
                 f"{share} of {segments.name} and have {100 * segments.loss:.1f} % of the loss "
-                "weight: segment 0 is padding, whose outputs are undefined; give it weight 0"
+                f"weight: {padding} is padding, whose outputs are undefined; give it weight 0"
             ]
-        side, changed = self.one, batches.other_padding(self.batch, segments.name)
+        side, changed = self.one, batches.other_padding(self.batch, segments)
         assert side.run is not None
         with jax.set_mesh(side.mesh):
             placed = batches.place(changed, self.sizes, side.mesh, (), self.ring)
@@ -358,7 +359,7 @@ class _Comparison:
             return []
         return [
             f"{share} of {segments.name}, and the loss depends on them: it is {before:.6f}, and "
-            f"{after:.6f} with other tokens there; segment 0 is padding, so give its targets loss "
+            f"{after:.6f} with other tokens there; {padding} is padding, so give its targets loss "
             "weight 0"
         ]
 

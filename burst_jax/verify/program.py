@@ -29,7 +29,7 @@ _CALLS = (
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "eval_jaxpr"),
     "custom_vmap_call",
 )
-# They hold a program of the narrow dtype.
+# They hold their update function as a program of the narrow dtype, so they are called again.
 _SCATTERS: dict[str, Callable[..., jax.Array]] = {
     "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter_add": lax.scatter_add,
     "scatter-mul": lax.scatter_mul, "scatter_mul": lax.scatter_mul,
@@ -221,7 +221,7 @@ def _place(equation: Any, caller: Place | None) -> tuple[Place | None, str]:
 
 
 def _has_unit(jaxpr: Any) -> bool:
-    """Whether attention or a ``shard_map`` is anywhere in a program."""
+    """Whether a program contains attention or a ``shard_map``: those are kept as single steps."""
     return any(
         equation.primitive.name == "shard_map" or _calls_attention(equation)
         for equation in equations(jaxpr)

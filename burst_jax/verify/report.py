@@ -59,7 +59,7 @@ class Report:
       losses: the loss by program: "mesh", "one device", and "reference".
       loss: relative difference of the losses.
       gradients: a difference for each parameter group.
-      segments: what the batch has in segment 0; None if it has no segment ids.
+      segments: what the batch has of padding; None if it has no segment ids.
       replicated: mesh axes along which devices compute the same.
       problems: one sentence each: what differs, and the cause if it was found.
       cost: time and memory.
@@ -124,7 +124,10 @@ class Report:
             share = "" if self.segments.loss is None else (
                 f", {100 * self.segments.loss:.1f} % of the loss weight"
             )  # fmt: skip
-            lines.append(f"in segment 0: {100 * self.segments.tokens:.1f} % of the tokens{share}")
+            lines.append(
+                f"in segment {self.segments.padding_id}: {100 * self.segments.tokens:.1f} % of the "
+                f"tokens{share}"
+            )
         if self.no_reference is not None:
             lines.append(
                 f"no reference in a wider dtype: {self.no_reference}; limits are those of "

@@ -66,11 +66,11 @@ class Implementation:
     Attributes:
       name: the public name.
       prepare: ``inputs -> prepared``.
-      forward: ``(inputs, prepared, start, scale) -> (o, last)``: the output ``[B, T, N, Hv]``,
-        zeros in padding, and the state after the last token; ``start`` is the one before the first.
+      forward: ``(inputs, prepared, start, scale) -> (o, last, kept)``: the output
+        ``[B, T, N, Hv]``, zeros in padding, the state after the last token, and what is saved for
+        the backward pass; ``start`` is the state before the first token.
       affine: ``(inputs, prepared, start) -> (M, last)``: with the state ``start + S`` before the
         first token, that after the last one is ``M S + last``.
-      keep: ``prepared -> kept``, what is saved of it for the backward pass.
       restore: ``(inputs, kept) -> prepared``, for the next two.
       first_gradient: ``(inputs, prepared, do, last, scale)``: the gradient of ``start``, given
         those of o and of the last state. The first of them is zero in padding.
@@ -83,9 +83,8 @@ class Implementation:
 
     name: str
     prepare: Callable[[Inputs], Any]
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., tuple[jax.Array, jax.Array, Any]]
     affine: Callable[..., tuple[jax.Array, jax.Array]]
-    keep: Callable[[Any], Any]
     restore: Callable[[Inputs, Any], Any]
     first_gradient: Callable[..., jax.Array]
     backward: Callable[..., Gradients]

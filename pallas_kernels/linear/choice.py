@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from pallas_kernels.choice import NAMES, choose
 from pallas_kernels.linear.backend import Implementation, Inputs
 from pallas_kernels.linear.xla import XLA
-
-
-@dataclasses.dataclass(frozen=True)
-class _Missing:
-    """Attention's kernels for GPUs that have none of the gated delta rule."""
-
-    name: str
-    reason: str
-
-    def unavailable(self, platform: str, compute_capability: float | None) -> str:
-        """Why it cannot run on a device."""
-        return self.reason
-
-
-_MISSING = _Missing("mosaic_sm80", "there are no Ampere kernels of the gated delta rule")
 
 
 def check(implementation: str | None) -> str | None:
@@ -53,20 +37,19 @@ def resolve(
     """
     device = platform, compute_capability
 
-    def obstacle(one: Implementation | _Missing) -> str | None:
-        reason = one.unavailable(*device)
-        if reason is not None or isinstance(one, _Missing):
-            return reason
-        return one.unsupported(inputs)
+    def obstacle(one: Implementation) -> str | None:
+        return one.unavailable(*device) or one.unsupported(inputs)
 
     chosen: Any = choose(name, _named, device, obstacle)
     return chosen
 
 
-def _named(name: str) -> Implementation | _Missing:
+def _named(name: str) -> Implementation:
     """Importing kernels takes most of a second, so it is late."""
     if name == "mosaic_sm80":
-        return _MISSING
+        from pallas_kernels.linear.sm80.operation import MOSAIC_SM80
+
+        return MOSAIC_SM80
     if name == "mosaic_sm90":
         from pallas_kernels.linear.sm90.operation import MOSAIC_SM90
 

@@ -19,6 +19,8 @@ SMALLEST_BETA = 2.0**-14
 LEAST_LOG_DECAY = -104.0
 # Of LogDecays.coarse: 64 least log decays have less than 2^24 steps, so that their sum is exact.
 _STEP = 2.0**-11
+# log2 of a decay that leaves nothing in float32, whose least number is 2^-149, of a state.
+_FORGOTTEN = -192.0
 # Where the vectors are in an array ``[B, N, chunks, VECTORS * 64]``: the decay from the chunk's
 # start to a token (0 if a document begins in between), the decay from a token to the chunk's end
 # (the same), log2 of the decay from the chunk's start, the index in the chunk of the first token
@@ -145,3 +147,47 @@ def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None =
         start = jnp.broadcast_to(first, log.shape).astype(jnp.float32)
     vectors = [decays.into, decays.out, log * math.log2(math.e), start, cut(beta)]
     return jnp.concatenate(vectors, -1)
+
+
+def decay_of(
+    log_r: jax.Array, log_i: jax.Array, start_r: jax.Array, r: jax.Array, i: jax.Array, *,
+    strict: bool = False,
+) -> jax.Array:  # fmt: skip
+    """The decay from token i to token r of a chunk, where i is r or precedes it; else 0.
+
+    It is 0 across the beginning of a document, too. All arrays have the shape of the result.
+
+    Args:
+      log_r: LOG of token r.
+      log_i: LOG of token i.
+      start_r: START of token r.
+      r: int32, the index of token r.
+      i: int32, the index of token i.
+      strict: 0 for i = r.
+    """
+    result = jnp.where((i < r) if strict else (i <= r), jnp.exp2(log_r - log_i), 0.0)
+    return jnp.where(i.astype(jnp.float32) >= start_r, result, 0.0)
+
+
+def reaching(vectors: jax.Array, least: int) -> tuple[jax.Array, jax.Array]:
+    """Which chunks can change the state after all of them, and the gradient of that before them.
+
+    Others are forgotten: a state decays to nothing from them to the last chunk, or from the first
+    chunk to them, or a document begins in between.
+
+    Args:
+      vectors: :func:`chunk_vectors`.
+      least: so many chunks are included, or all.
+
+    Returns:
+      int32 ``[B, N]``: the first chunk that reaches the end, and the last one that the beginning
+      reaches.
+    """
+    chunks, end = vectors.shape[2], CHUNK - 1
+    # Where a document begins, the log decay is that without it.
+    log = jnp.where(vectors[..., INTO + end] == 0, _FORGOTTEN, vectors[..., LOG + end])
+    forgotten = [jnp.cumsum(log, axis=2) <= _FORGOTTEN for log in (log[..., ::-1], log)]
+    # The chunk that makes the decay too strong is needed, too.
+    needed = [jnp.maximum(chunks - x.sum(2, dtype=jnp.int32) + 1, least) for x in forgotten]
+    to_end, from_begin = (jnp.minimum(x, chunks) for x in needed)
+    return chunks - to_end, from_begin - 1

@@ -74,14 +74,14 @@ def _restore(inputs: Inputs, kept: None) -> _Prepared:
 
 def _forward(
     inputs: Inputs, prepared: _Prepared, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, None]:
     v, tokens = inputs.v, inputs.tokens
     o, last = _scan(prepared.chunks, start, scale, v.dtype)
     o = jnp.moveaxis(o, (0, 3), (1, 2))  # [B, chunks, 64, N, Hv]
     o = o.reshape(v.shape[0], -1, *v.shape[2:])[:, : v.shape[1]].astype(v.dtype)
     if tokens is not None:
         o = jnp.where(tokens.valid[..., None, None], o, 0)
-    return o, last
+    return o, last, None
 
 
 def _scan(
@@ -171,7 +171,6 @@ XLA = Implementation(
     prepare=_prepare,
     forward=_forward,
     affine=_affine,
-    keep=lambda prepared: None,
     restore=_restore,
     first_gradient=_first_gradient,
     backward=_backward,

@@ -63,6 +63,23 @@ def matrix_transfers(far: Any, near: Any) -> Iterator[tuple[Any, Any, Any, int]]
         yield pointer, address, arith.addi(first_row, utils.c(row, i32)), 2 * layout.vector_length
 
 
+def store_matrix(source: Any, target: Any) -> None:
+    """Writes a matrix to global memory; see :func:`store_rows`."""
+    types = plgpu.RefType(matrix_transforms(source.shape[1], 2)), plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def store(_, source, target):
+        for near, far, _, size in matrix_transfers(target, source):
+            llvm.store(_words_at(near, size), far, alignment=size)
+
+    store(source, target)
+
+
+def _words_at(pointer: Any, size: int) -> Any:
+    kind = ir.VectorType.get((size // 4,), ir.IntegerType.get_signless(32))
+    return llvm.load(kind, pointer, alignment=size)
+
+
 def store_rows(source: Any, target: Any, begin: Any, end: Any) -> None:
     """Writes some rows of a matrix to global memory.
 
@@ -84,11 +101,11 @@ def store_rows(source: Any, target: Any, begin: Any, end: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=types)
     def store(_, source, target, begin, end):
-        words, compare = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        compare = arith.CmpIPredicate
         for near, far, row, size in matrix_transfers(target, source):
             after = arith.cmpi(compare.sge, row, begin.registers.item())
             before = arith.cmpi(compare.slt, row, end.registers.item())
-            value = llvm.load(ir.VectorType.get((size // 4,), words), near, alignment=size)
+            value = _words_at(near, size)
             with mgpu.when(arith.andi(after, before)):
                 llvm.store(value, far, alignment=size)
 

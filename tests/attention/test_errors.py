@@ -183,7 +183,7 @@ def test_explicit_axes_split_otherwise(sizes, spec, message):
 
 
 NO_DENSE_MASK = (
-    "bias and mask, .* specify a mask by is_causal, local_window_size, query_segment_ids .* or "
+    "bias and mask, .* specify a mask by is_causal, local_window_size, segment_ids, .* or "
     "mask_mod, a bias by alibi_slopes or score_mod, and leave them out if .* None"
 )
 

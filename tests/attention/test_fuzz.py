@@ -120,6 +120,7 @@ ACCEPTS = {
     "query_offset": lambda p, x: (
         (is_int(x) and abs(x) < 2**30) or (isinstance(x, np.ndarray) and x.dtype.kind == "i")
     ),
+    "padding_id": lambda p, x: is_int(x) and -(2**31) <= x < 2**31,
     "scale": lambda p, x: x is None or (is_real(x) and abs(x) <= 2.0**100),
     "logits_soft_cap": lambda p, x: x is None or (is_real(x) and 2.0**-60 <= x <= 2.0**60),
     "local_window_size": lambda p, x: is_window(x),
@@ -187,9 +188,11 @@ def test_wrong_values_are_named(name):
     @given(program=valid.programs(small=True, least=0), data=st.data())
     def each(program, data):
         arrays, _ = valid.draw(program, 0)
-        # Both sides have segment ids, or neither.
-        arrays |= {each: ones(program, each) for each in IDS} if name in IDS else {}
         call = valid.arguments(program, valid.place(program, arrays))
+        if name in ("segment_ids", *IDS):
+            # Both sides have segment ids, or there is one array of them.
+            call = {each: x for each, x in call.items() if not each.endswith("segment_ids")}
+            call |= {each: ones(program, each) for each in IDS} if name in IDS else {}
         for _ in range(4):
             value = data.draw(wrong_values(name, program))
             with program.context(), pytest.raises(Exception) as error:  # noqa: PT011

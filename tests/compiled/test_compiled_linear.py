@@ -10,28 +10,13 @@ import compiled_programs as compiled
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_calls import compile_linear
 
 from burst_jax import linear
-from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.sm90 import operation
 
 pytestmark = pytest.mark.cuda_compiler
-# An odd number of chunks: scans have a step that is no pair's, which takes code and registers.
-LENGTH, HEADS, KEY_HEADS = 448, 4, 2
-
-
-KERNELS = "inverses", "output", "last", "states", "first_gradient", "gradients"
-
-
-def every_kernel(inputs, start, do, last):
-    """What a device runs forward and backward, alone or with a shard of a sequence."""
-    prepared, scale = operation.prepare(inputs), 0.1
-    return (
-        operation.forward(inputs, prepared, start, scale),
-        operation.affine(inputs, prepared, start),
-        operation.first_state_gradient(inputs, prepared, do, last, scale),
-        operation.backward(inputs, prepared, start, do, last, scale),
-    )
+HEADS, KEY_HEADS = 4, 2
 
 
 @pytest.mark.parametrize(
@@ -40,21 +25,12 @@ def every_kernel(inputs, start, do, last):
 def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     """Two warpgroups have 255 registers each, with any JAX."""
     del jax_is
-    mesh = compiled.gpu_mesh("h100", 1)
-
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        sharding = jax.NamedSharding(mesh, jax.P())
-        return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
-
-    keys, values = array(LENGTH, KEY_HEADS, 128), array(LENGTH, HEADS, 128)
-    gates = array(LENGTH, HEADS, dtype=jnp.float32)
-    state = array(HEADS, 128, 128, dtype=jnp.float32)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
-    given = Inputs(keys, keys, values, gates, gates)
-    compiled.compile_for(every_kernel, given, state, values, state)
+    compile_linear(operation, "h100")
     seen = compiled.ptxas("".join(capfd.readouterr()))
-    assert seen.kernels == {f"gated_delta_rule_{name}" for name in KERNELS}
+    kernels = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
+    assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert (seen.stack, seen.spills) == (0, 0)
     assert not seen.serialized
 
@@ -80,7 +56,8 @@ def test_eight_devices_gather_their_maps_alone(layout):
         return jax.ShapeDtypeStruct((1, n * tokens, *shape), dtype, sharding=sharding)
 
     keys, values, gates = array(KEY_HEADS, 128), array(HEADS, 128), array(HEADS, dtype=jnp.float32)
-    program = compiled.compile_for(linear_ring(layout, mesh), keys, keys, values, gates, gates)
+    arrays = keys, keys, values, gates, gates
+    program = compiled.compile_for(linear_ring(layout, mesh), *arrays, has_kernels=False)
     operations = [each for line in compiled.computations(program).values() for each in line]
     kinds = {each.opcode.removesuffix("-start") for each in operations}
     moving = {"all-to-all", "all-reduce", "reduce-scatter", "collective-permute", "all-gather"}

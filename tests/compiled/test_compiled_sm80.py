@@ -26,6 +26,9 @@ SPILLS = (
     ("backward", (128,), FRESH | {"causal": False}, 92),
     ("backward", (256,), FRESH | {"causal": False}, 360),
 )
+# Of the gated delta rule, that of gradients alone, which has no loop.
+LINEAR = "chunks", "output", "last", "states", "first_gradient", "gradients"
+LINEAR_SPILLS = 340
 GROUPED = ("product", "transposed", "gradient")
 
 
@@ -44,8 +47,15 @@ def test_registers():
         f"for name in {GROUPED}:\n"
         "    print('====', flush=True)\n"
         "    compile_grouped(grouped, 'a100', name)\n"
+        "print('====', flush=True)\n"
+        "from compiled_calls import compile_linear\n"
+        "from pallas_kernels.linear.sm80 import operation\n"
+        "compile_linear(operation, 'a100')\n"
     )
-    reports = printed.split("====\n")[1:]
+    *reports, of_linear = printed.split("====\n")[1:]
+    seen = compiled.ptxas(of_linear)
+    assert seen.kernels == {f"gated_delta_rule_{name}" for name in LINEAR}
+    assert seen.spills <= LINEAR_SPILLS, seen
     for name, report in zip(GROUPED, reports[len(SPILLS) :], strict=True):
         assert "'sm_80'" in report
         assert compiled.ptxas(report).spills == 0, name

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 
 from burst_jax import linear
-from pallas_kernels import SlowerKernelsWarning
 
 HEADS, KEY_HEADS, TOKENS = 4, 2, 8000  # A run's length is no multiple of 64.
 SLOW = pytest.mark.slow
@@ -73,8 +72,11 @@ def test_vmap_on_hopper():
     programs.for_gpu("h100", mesh, run, *shapes(mesh, vmapped=3))
 
 
-def test_on_ampere_it_warns():
-    """There are no kernels: plain JAX."""
-    mesh = programs.abstract_mesh("a100", {"seq": 8})
-    with pytest.warns(SlowerKernelsWarning, match="no Ampere kernels of the gated delta rule"):
-        programs.for_gpu("a100", mesh, program(mesh, "zigzag", True), *shapes(mesh), lowers=False)
+@pytest.mark.parametrize(
+    ("n", "layout", "documents", "lowers"),
+    [(2, "zigzag", True, False), pytest.param(8, "contiguous", False, True, marks=SLOW)],
+)
+def test_on_ampere(n, layout, documents, lowers):
+    mesh = programs.abstract_mesh("a100", {"seq": n})
+    run = program(mesh, layout, documents)
+    programs.for_gpu("a100", mesh, run, *shapes(mesh), lowers=lowers)

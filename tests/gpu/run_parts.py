@@ -137,8 +137,7 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
     for family in families(devices):
         if family != "xla":
             parts.append(local_calls(family, workers))
-        if family != "mosaic_sm80":  # It has no kernels of linear attention.
-            parts.append(linear_attention(family, script["drawn_linear"], workers, small))
+        parts.append(linear_attention(family, script["drawn_linear"], workers, small))
     return parts
 
 

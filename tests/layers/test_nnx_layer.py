@@ -45,9 +45,10 @@ def make_layer(mesh=None, **options: Any):
     ],
 )
 def test_equals_the_formula(layout, theta, value_head_dim):
+    padding_id = -1 if layout == "zigzag" else 0
     layer = make_layer(
         make_mesh(data=2, seq=2), batch_axis="data", layout=layout, is_causal=True,
-        rope_theta=theta, qk_norm=True, value_head_dim=value_head_dim,
+        rope_theta=theta, qk_norm=True, value_head_dim=value_head_dim, padding_id=padding_id,
     )  # fmt: skip
     assert layer.value.kernel.shape == (D, K, value_head_dim or H)
     graphdef, params = nnx.split(layer)
@@ -61,7 +62,7 @@ def test_equals_the_formula(layout, theta, value_head_dim):
     @quick_jit
     def ring(params, x):
         def f(params, x):
-            ids = jnp.asarray(to_layout(segments, layout, 2))
+            ids = jnp.asarray(to_layout(segments + padding_id, layout, 2))
             p = None if theta is None else jnp.asarray(to_layout(pos, layout, 2))
             y = nnx.merge(graphdef, params)(to_layout(x, layout, 2), p, ids)
             return from_layout(y, layout, 2)
@@ -90,6 +91,20 @@ def test_positions_are_required_checked_and_shared():
     np.testing.assert_array_equal(*outs)
     with pytest.raises(ValueError, match=r"pass burst_jax.positions\('zigzag', 32, 2\)"):
         layer(X, POSITIONS)
+
+
+def test_positions_are_checked_where_documents_count_from_zero():
+    options: Any = {"layout": "zigzag", "is_causal": True, "padding_id": -1}
+    layer = make_layer(make_mesh(seq=2), **options)
+    # Documents 0 and 1; padding has anything.
+    segments = np.repeat([[0, 1, -1]], [20, 8, 4], axis=1)
+    pos = np.concatenate([np.arange(20), np.arange(8), [9, 3, 3, 0]])[None]
+    segments, right = (
+        jnp.asarray(np.tile(to_layout(x, "zigzag", 2), (B, 1))) for x in (segments, pos)
+    )
+    assert np.isfinite(layer(X, right, segments)).all()
+    with pytest.raises(ValueError, match="in another order than its tokens"):
+        layer(X, jnp.where((segments == 0) & (right < 4), 3 - right, right), segments)
 
 
 @pytest.mark.parametrize("run", [lambda layer, x: layer(x), nnx.jit(lambda layer, x: layer(x))])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import utils
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
@@ -82,7 +83,7 @@ IMPOSSIBLE = [
      "implementation 'mosaic_sm90' cannot run: it needs compute capability 9.0 (Hopper), the "
      "arrays are on 'cpu'; use None"),
     ({"implementation": "mosaic_sm80"},
-     "implementation 'mosaic_sm80' cannot run: there are no Ampere kernels of the gated"),
+     "implementation 'mosaic_sm80' cannot run: it needs compute capability 8.0 (Ampere) or newer"),
 ]  # fmt: skip
 
 
@@ -227,7 +228,12 @@ def resolved(name, capability, dim=128, dtype=jnp.bfloat16):
     return found.name
 
 
-def test_implementations_of_each_gpu():
+def test_implementations_of_each_gpu(monkeypatch):
+    with pytest.warns(SlowerKernelsWarning, match="a GPU that this process does not have"):
+        assert resolved(None, 8.0) == "xla"
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+    assert resolved(None, 8.0) == resolved(None, 10.0) == resolved("mosaic_sm80", 9.0)
+    assert resolved(None, 8.0) == "mosaic_sm80"
     assert resolved(None, 9.0) == resolved("mosaic_sm90", 9.0) == "mosaic_sm90"
     assert resolved("xla", 9.0) == "xla"
     for options, reason in (
@@ -235,8 +241,9 @@ def test_implementations_of_each_gpu():
          "'mosaic_sm90': it has head dims (128, 128), query and value have (64, 64)"),
         ({"capability": 9.0, "dtype": jnp.float32},
          "'mosaic_sm90': it computes in bfloat16, query has dtype float32"),
-        ({"capability": 8.0}, "'mosaic_sm80': there are no Ampere kernels of the gated delta rule"),
-        ({"capability": 10.0}, "'mosaic_sm80': there are no Ampere kernels"),
+        ({"capability": 8.6}, "'mosaic_sm80': its scans need 166912 bytes of shared memory per"),
+        ({"capability": 8.0, "dtype": jnp.float16},
+         "'mosaic_sm80': it computes in bfloat16, query has dtype float16"),
     ):  # fmt: skip
         with pytest.warns(SlowerKernelsWarning, match=re.escape(reason)):
             assert resolved(None, **options) == "xla"

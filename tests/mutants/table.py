@@ -3,6 +3,7 @@
 # ruff: noqa: E501 (code as it is there)
 
 ORDER = "tests/attention/test_order.py"
+SEGMENT_IDS = "burst_jax/attention/segment_ids.py"
 FUZZ = "tests/attention/test_fuzz.py"
 MASKS = "tests/attention/test_masks.py"
 ERRORS = "tests/attention/test_errors.py"
@@ -40,7 +41,8 @@ OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
-LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k edges"
+LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
+LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
@@ -77,7 +79,11 @@ MUTANTS = [
     (ORDER_RULES, "and (np.diff(np.sort(x)) == 1).all()", "", f"{ORDER} -k restarts"),
     ("burst_jax/models/decoder.py", "dict(self.options), segment_ids)", "dict(self.options))",
      f"{ORDER} -k steps_and_layers"),
-    (CHECKS, "ids = arguments.query_segment_ids\n", "ids = None\n", f"{ORDER} -k plain"),
+    (CHECKS, "ids = getattr(arguments, name)\n", "ids = None\n", f"{ORDER} -k plain"),
+    (SEGMENT_IDS, "ids + xp.where(is_padding, 0, 1)", "ids", "tests/attention/test_segment_ids.py"),
+    (SEGMENT_IDS, "value < 0 and value != padding_id", "value < 0", "tests/attention/test_segment_ids.py"),
+    ("burst_jax/attention/validation.py", "x, sizes, padding) for name", "x, sizes) for name", FUZZ),
+    ("burst_jax/layers/nnx_layer.py", 'padding_id = options.get("padding_id", 0)', "padding_id = 0", "tests/layers/test_nnx_layer.py -k documents_count_from_zero"),
     ("burst_jax/attention/api.py", "if not mesh.explicit_axes or mesh.manual_axes:", "if True:",
      f"{ONE_DEVICE} -k explicit"),
     (SHARDINGS, "split = axes_size(sharding.mesh, *getattr(sharding, \"spec\", ())) > 1",
@@ -376,7 +382,7 @@ MUTANTS = [
     ("burst_jax/layers/rope.py", "- (self.factor - 1)", "- self.factor", f"{NNX_LAYER} -k dynamic"),
     ("burst_jax/layers/rope.py", "if self.mscale and self.mscale_all_dim:", "if self.mscale:",
      f"{NNX_LAYER} -k yarn"),
-    ("burst_jax/models/decoder_layer.py", "else (window - 1, 0)", "else (window, 0)", f"{HF_MODELS} gemma3"),
+    ("burst_jax/models/config.py", "else (self.window - 1, 0)", "else (self.window, 0)", f"{HF_MODELS} gemma3"),
     ("burst_jax/models/activations.py", "    return 0.5 * x * _erfc(-x * math.sqrt(0.5))",
      "    return jax.nn.gelu(x, approximate=False)", ACTIVATIONS),
     ("burst_jax/models/activations.py", "-2 / math.sqrt(math.pi)", "-2 / math.pi", ACTIVATIONS),
@@ -388,7 +394,7 @@ MUTANTS = [
      "return weights, chosen, sums", "tests/models/test_experts.py -k formula"),
     ("burst_jax/models/experts/mixture.py", "jnp.where(present[:, None], ids, count)", "ids",
      "tests/models/test_experts.py -k formula"),
-    ("burst_jax/models/stack.py", "layer_weights(dsums, index)", "layer_weights(dsums, index + 1)",
+    ("burst_jax/models/stack.py", "one_layer(dsums, place.layer)", "one_layer(dsums, place.layer + 1)",
      "tests/models/test_stack.py -k loop"),
     ("burst_jax/models/hf/mxfp4.py", "_VALUES[blocks & 15]", "_VALUES[blocks >> 4]",
      "tests/models/test_hf_files.py -k mxfp4"),
@@ -469,9 +475,9 @@ MUTANTS = [
      "tests/layouts/test_work.py"),
     ("burst_jax/layouts/tables.py", "place[ranked] = np.arange(len(ranked))", "place[:] = ranked",
      "tests/ring/test_document_tables.py -k n3"),
-    ("burst_jax/layouts/tables.py", "several = shard[first] != shard[first + size - 1]",
+    ("burst_jax/layouts/run_tables.py", "several = shard[first] != shard[first + size - 1]",
      "several = shard[first] == shard[first]", "tests/ring/test_document_tables.py -k mistakes"),
-    ("burst_jax/layouts/tables.py", "+ index * np.uint32(0xC2B2AE3D)", "", "tests/ring/test_document_tables.py -k checksums"),
+    ("burst_jax/layouts/checksums.py", "+ index * np.uint32(0xC2B2AE3D)", "", "tests/ring/test_document_tables.py -k checksums"),
     ("burst_jax/ring/zone.py", "checksums(*order, jnp) != own", "checksums(*order, jnp) != checksums(*order, jnp)",
      "tests/ring/test_document_tables.py -k nan"),
     ("burst_jax/training/batches.py", "agree = _largest_of_processes if process_local else int", "agree = int",
@@ -508,6 +514,10 @@ MUTANTS = [
      "jnp.sum((ids >= 0).astype(jnp.float32))", "tests/models/test_experts.py -k accumulated"),
     ("burst_jax/training/adam.py", "(x.astype(jnp.float32) for x in jax.tree.leaves(tree))",
      "jax.tree.leaves(tree)", "tests/training/test_adam.py -k 16_bit"),
+    ("burst_jax/training/log_probs.py", "(differences + entropy[:, None])", "differences", "tests/training/test_log_probs.py"),
+    ("burst_jax/training/log_probs.py", "new = through_cap(new, logits, options).astype(hidden.dtype)", "new = new.astype(hidden.dtype)", "tests/training/test_log_probs.py"),
+    ("burst_jax/training/log_probs.py", "column = column - products.shape[1] * lax.axis_index(options.vocab_axes)", "pass", "tests/training/test_log_probs.py"),
+    ("burst_jax/training/log_probs.py", "return lax.psum(entropy, options.vocab_axes) if options.vocab_axes else entropy", "return entropy", "tests/training/test_log_probs.py"),
     ("burst_jax/training/fused_loss.py", "scaled = weights / largest", "scaled = weights",
      "tests/training/test_loss.py -k all_logits"),
     ("burst_jax/training/fused_loss.py", "largest = jnp.max(jnp.abs(weights), initial=0)",
@@ -669,13 +679,21 @@ MUTANTS = [
     ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
      "tests/pallas_kernels/test_linear_inverse.py"),
     ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
-    ("pallas_kernels/linear/sm90/operation.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/families.py", "valid & ~begins", "valid", LINEAR_SM90),
     ("pallas_kernels/linear/sm90/pipeline.py",
      "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
      "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
-    ("pallas_kernels/linear/sm90/pipeline.py", "range(max(chunks - 2, 0), chunks)", "range(0)", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py", "for step in (chunks - 2, chunks - 1):", "for step in ():",
+     LINEAR_SM90),
     ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
      "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
+    ("pallas_kernels/linear/sm80/scan.py", "values = values * has_values", "pass", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py",
+     "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",
+     "        start(jnp.minimum(index + 1, chunks - 1), stage)\n        return", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/gradients.py", "write = write * along_rows(out)", "pass", LINEAR_SM80),
+    ("pallas_kernels/mosaic/sm80/instructions.py", "exchanged(words[1], words[3], high, 2)",
+     "exchanged(words[1], words[3], odd, 2)", "tests/pallas_kernels/test_sm80_stores.py"),
     # --- what grouped products and decoding leave out
     ("pallas_kernels/group_tiles.py", "begin = jnp.maximum(first, starts[group])", "begin = first",
      "tests/pallas_kernels/test_grouped.py -k one_tile"),

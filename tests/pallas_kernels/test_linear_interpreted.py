@@ -1,10 +1,11 @@
-"""The gated delta rule's Hopper kernels on a CPU, interpreted, against float64."""
+"""The gated delta rule's kernels on a CPU, interpreted, against float64."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import interpreted
+import interpreted_sm80
 import jax.numpy as jnp
 import linear_cases
 import numpy as np
@@ -12,18 +13,26 @@ import pytest
 
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
-from pallas_kernels.linear.sm90 import operation
+from pallas_kernels.linear.sm80 import operation as sm80
+from pallas_kernels.linear.sm90 import operation as sm90
 
+# What interprets them, their operation, and arguments of its first pass.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "sm90": (interpreted.interpreted, sm90, {"form": sm90.Form.APART}),
+    "sm90-ahead": (interpreted.interpreted, sm90, {"form": sm90.Form.AHEAD}),
+    "sm80": (interpreted_sm80.interpreted, sm80, {}),
+}
 # [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
-# begin inside of chunks; padding; groups.
+# begin inside of chunks; padding; groups; chunks that leave nothing in the last state.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
     "strong-decay": (64, {"heads": 1, "decay": 3.0}),
+    "6-chunks-forgotten": (384, {"heads": 2, "key_heads": 2, "decay": 3.0}),
 }
 
 
-def run(case):
+def run(case, family):
     """Results by name; those of the affine map and of the first state's gradient alone, too."""
 
     def bf16(x):
@@ -36,9 +45,10 @@ def run(case):
     gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
     inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
-    with interpreted.interpreted():
-        prepared = operation.prepare(inputs)
-        results = operation.forward(inputs, prepared, start, case.scale)
+    interpret, operation, options = FAMILIES[family]
+    with interpret():
+        prepared = operation.prepare(inputs, **options)
+        *results, prepared = operation.forward(inputs, prepared, start, case.scale)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
         m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
@@ -49,16 +59,17 @@ def run(case):
 
 
 @pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n == "edges-grouped" else pytest.mark.slow) for n in CASES],
 )
-def test_as_exact_as_bfloat16(name):
+def test_as_exact_as_bfloat16(name, family):
     length, options = CASES[name]
     case = linear_cases.draw(np.random.default_rng(0), length, **options)
     want = linear_cases.truth(case)
     want |= {"mapped": want["last"], "alone": want["dstart"]}
-    results = run(case)
+    results = run(case, family)
     for result, got in results.items():
         assert linear_cases.error(got, want[result]) < 8e-3, result
     if case.ids is not None:

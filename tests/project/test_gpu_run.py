@@ -161,13 +161,16 @@ def test_the_parts_of_each_gpu(tmp_path):
         return [each.name for each in gpu_run.parts_of(devices, tmp_path, False, 3)]
 
     others = ["fine-tuning with LoRA", "generation"]
-    kinds = ("rings", "local calls")
-    both = [f"{kind}, {family}" for kind in kinds for family in ("mosaic_sm90", "mosaic_sm80")]
     # What users run comes first: few processes run at once.
-    linear = "linear attention, mosaic_sm90"
-    at = len(both) - 1  # Of a family after its local calls.
-    assert names(HOPPER) == ["training", *others, *both[:at], linear, *both[at:]]
-    assert names(AMPERE) == ["training", *others, *both[1::2]]
+    first = ["training", *others]
+
+    def of_kernels(*families):
+        rings = [f"rings, {family}" for family in families]
+        kinds = ("local calls", "linear attention")
+        return rings + [f"{kind}, {family}" for family in families for kind in kinds]
+
+    assert names(HOPPER) == first + of_kernels("mosaic_sm90", "mosaic_sm80")
+    assert names(AMPERE) == first + of_kernels("mosaic_sm80")
     for each in gpu_run.parts_of(HOPPER, tmp_path, False, 3):
         assert all(Path(command[0]).exists() or command[0] == "-m" for command in each.commands)
         assert each.draws or 0 < each.limit < 450

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import local as local_calls
 
 from pallas_kernels import AttentionSpec, BlockMask, Dropout
+from pallas_kernels.linear.backend import Inputs
 
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 _SCALES = (0.1 + i / 1024 for i in itertools.count())
@@ -41,6 +42,37 @@ def run_for_ampere(code):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
+
+
+def compile_linear(operation, gpu):
+    """Compiles all kernels of the gated delta rule: those of a device alone, and of a shard.
+
+    An odd number of chunks: the Hopper scans have a step that is no pair's, which takes code and
+    registers.
+    """
+    mesh, (length, heads, key_heads) = compiled.gpu_mesh(gpu, 1), (448, 4, 2)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        sharding = jax.NamedSharding(mesh, jax.P())
+        return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
+
+    def run(inputs, start, do, last):
+        scale, forms = 0.1, getattr(operation, "Form", None)
+        each = [{}] if forms is None else [{"form": form} for form in forms]
+        # The first form has prepared everything.
+        prepared, *others = (operation.prepare(inputs, **form) for form in each)
+        return (
+            [operation.forward(inputs, x, start, scale) for x in (prepared, *others)],
+            operation.affine(inputs, prepared, start),
+            operation.first_state_gradient(inputs, prepared, do, last, scale),
+            operation.backward(inputs, prepared, start, do, last, scale),
+        )
+
+    keys, values = array(length, key_heads, 128), array(length, heads, 128)
+    gates = array(length, heads, dtype=jnp.float32)
+    state = array(heads, 128, 128, dtype=jnp.float32)
+    given = Inputs(keys, keys, values, gates, gates)
+    return compiled.compile_for(run, given, state, values, state)
 
 
 def compile_grouped(kernels, gpu, name, columns=768):

@@ -9,7 +9,8 @@ thread, one CTA after the other, and finds data races by vector clocks. Added he
 - copies to global memory that add, and copies with a predicate;
 - multicast copies to all CTAs of a cluster, of which each copies its part;
 - a CTA may not exit while another CTA of its cluster still arrives at its barriers;
-- the kernels' own instructions: fetching a work-tile index, a proxy fence, a fused multiply-add;
+- the kernels' own instructions: fetching a work-tile index, counting results and waiting for a
+  count, a proxy fence, a fused multiply-add;
 - a barrier wait that never completes is an error.
 
 It does not show races between the threads of one warpgroup, register layouts, and late effects of
@@ -35,7 +36,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src import callback, source_info_util
-from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import (
@@ -50,7 +50,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import inverse
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import instructions, padding
+from pallas_kernels.mosaic.sm90 import flags, instructions, padding
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Clocks that asynchronous copies and products use in turn. A race between two of one is missed.
@@ -108,6 +108,8 @@ class _Memory(shared_memory.GPUSharedMemory):
         self.started = collections.defaultdict(collections.deque)
         # Held during an atomic read-modify-write of global memory.
         self.atomic = threading.Lock()
+        # By place of a counter: what was done before it was last increased.
+        self.counted = {}
         # Parts of a multicast tile that have arrived: by barrier and place, then by the CTA that
         # copied them.
         self.parts = collections.defaultdict(dict)
@@ -328,6 +330,35 @@ def _fetch_index(*, token, thread, counter, slot, source_info):
     return token
 
 
+@gpu_callbacks.fail_on_exception
+def _count(*, token, thread, counters, index, source_info):
+    del source_info
+    memory, counters = _memory(), _Place.of(*counters)
+    with memory.atomic:
+        counted = counters.read(thread).copy()
+        counted[int(index)] += 1
+        counters.write(thread, counted)
+        if memory.detect_races:
+            clock, key = memory.incr_clock(thread), (counters.key, int(index))
+            if key in memory.counted:
+                clock.update(memory.counted[key])
+            memory.counted[key] = clock
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def _check_count(*, token, thread, counters, index, least, source_info):
+    del source_info
+    memory, counters = _memory(), _Place.of(*counters)
+    counted = counters.read(thread)
+    # CTAs run one after the other: those that count have ended.
+    assert counted[int(index)] >= int(least), f"{thread} waits for {index} forever: {counted}"
+    if memory.detect_races:
+        with memory.lock:
+            memory.clocks[thread].update(memory.counted[counters.key, int(index)])
+    return token
+
+
 def _fma(x, y, z):
     """``x y + z``, rounded once: the product of two float32 is exact in float64."""
     x, y, z = (np.asarray(value, np.float64) for value in (x, y, z))
@@ -433,6 +464,11 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return token, [lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int32)]
         if name[0] in interpreted_rows.MODULES:
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
+        if name[0] == flags.__name__:
+            counters, *values = get_invals()
+            run = {"count": _count, "wait_for": _check_count}[name[1]]
+            named = dict(zip(("index", "least"), values, strict=False))
+            return _call(self, eqn, run, token, counters=(counters, ()), **named), []
         fetches = "_fetch", "_fetch_with_order", "_fetch_for_cluster"
         assert name in [(tile_scheduler.__name__, fetch) for fetch in fetches], (
             f"{function} has no rule here"
@@ -441,17 +477,6 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
         counter, slot = zip((counter, slot), transforms, strict=True)
         return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
-
-
-_compiling = threading.Lock()
-
-
-def _run_jaxpr(jaxpr, consts, *args):
-    """Runs one warpgroup. The first one compiles the program that all of them run."""
-    with _compiling:
-        lowered = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args).lower()
-        run = lowered.compile({"xla_backend_optimization_level": 0})
-    run(consts, *args)
 
 
 @contextlib.contextmanager
@@ -479,7 +504,6 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         patch(shared_memory, "GPUSharedMemory", _Memory),
         patch(shared_memory, "Barrier", _Barrier),
         patch(shared_memory, "ClusterBarrier", _ClusterBarrier),
-        patch(thread_map, "_run_jaxpr", _run_jaxpr),
         plgpu.force_gpu_interpret_mode(params),
     ):
         try:

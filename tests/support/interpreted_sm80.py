@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import interpreted_callbacks
+import interpreted_linear
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,19 +26,26 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import launch, scores, transfers
+from pallas_kernels.linear import inverse
+from pallas_kernels.mosaic import fragments, launch, scores, transfers
 from pallas_kernels.mosaic.sm80 import instructions, online_softmax, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
 
 
-def _copy(source: Any, target: Any) -> None:
-    def copy() -> None:
-        target[...] = source[...]
+def _nothing() -> None:
+    pass
 
+
+def _copy_whole(source: Any, target: Any) -> None:
+    target[...] = source[...]
+
+
+def _copy(source: Any, target: Any) -> None:
     if len(target.shape) > 1:
-        copy()
+        _copy_whole(source, target)
     else:  # All warpgroups write the same values, which is a race of no consequence.
-        pl.when(lax.axis_index(launch.WARPGROUP_AXIS) == 0)(copy)
+        first = lax.axis_index(launch.WARPGROUP_AXIS) == 0
+        pl.when(first)(lambda: _copy_whole(source, target))
 
 
 def _store(ref: Any, value: jax.Array) -> None:
@@ -56,6 +64,13 @@ def _load(ref: Any, *args: Any, **kwargs: Any) -> jax.Array:
 
 def _mma(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
     return acc + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+
+
+def _product_in_columns(acc: Any, left: Any, right: Any, first: int, fragments: Any) -> jax.Array:
+    del fragments
+    added = jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+    after = acc.shape[1] - first - right.shape[1]
+    return acc + jnp.pad(added, ((0, 0), (first, after)))
 
 
 def _in_register_order(x: jax.Array, fragments: Any) -> jax.Array:
@@ -91,13 +106,16 @@ def _add_sum(ref: Any, x: jax.Array, fragments: Any) -> None:
 _ATOMICS = _add_in_register_order, _add_in_fixed_point, _add_sum
 _INSTRUCTIONS = {
     "copy": _copy,
-    "wait_for_copies": lambda: None,
+    "wait_for_copies": _nothing,
     "load": _load,
     "load_matrix": _load,
     "load_vector": _load,
     "store": _store,
     "store_first_rows": _store_first_rows,
     "as_left_operand": lambda x, fragments: x,
+    "as_result": lambda x, fragments: x,
+    "product_in_columns": _product_in_columns,
+    "store_by_quads": _store_first_rows,
     "add_to_row_parts": lambda total, x, fragments: total + x.sum(1),
     "row_parts_of": lambda total: total,
     "sum_row_parts": lambda total, fragments: total,
@@ -176,7 +194,7 @@ def _merge_groups(m: Any, total: Any, acc: Any, memory: Any, row_warps: int) -> 
 _WARP_OPERATIONS = {
     "copy_matrix": _copy_rows,
     "copy_numbers": _copy_numbers,
-    "commit_copies": lambda: None,
+    "commit_copies": _nothing,
     "wait_for_copies": lambda pending, row_warps: None,
     "product": _product,
     "transposed_product": _transposed_product,
@@ -205,8 +223,15 @@ _BARRIERS_OF_A_STEP = 3
 def _kernel(without_barrier: int | None, detect_races: bool, body: Any, **options: Any) -> Any:
     """``plgpu.kernel``, interpreted; a barrier in memory stands for the CTA's own."""
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    names = "cta_barrier", "wait_for_copies_of_cta"
     if options["num_threads"] == 1:
-        return _real_kernel(body, interpret=params, **options)
+
+        def alone(*refs: Any) -> None:
+            replaced: Any = dict.fromkeys(names, _nothing)
+            with mock.patch.multiple(instructions, **replaced):
+                body(*refs)
+
+        return _real_kernel(alone, interpret=params, **options)
     barrier = plgpu.Barrier(num_arrivals=options["num_threads"])
 
     def with_barrier(*refs: Any, cta_barrier: Any) -> None:
@@ -218,8 +243,8 @@ def _kernel(without_barrier: int | None, detect_races: bool, body: Any, **option
             plgpu.barrier_arrive(cta_barrier)
             plgpu.barrier_wait(cta_barrier)
 
-        names: Any = dict.fromkeys(("cta_barrier", "wait_for_copies_of_cta"), wait)
-        with mock.patch.multiple(instructions, **names):
+        replaced: Any = dict.fromkeys(names, wait)
+        with mock.patch.multiple(instructions, **replaced):
             body(*refs)
 
     scratch = {"cta_barrier": barrier}
@@ -255,6 +280,9 @@ def interpreted(without_barrier: int | None = None, *, detect_races: bool = True
         for name, replacement in _INSTRUCTIONS.items():
             stack.enter_context(mock.patch.object(instructions, name, replacement))
         stack.enter_context(mock.patch.object(transfers, "store_rows", _store_rows))
+        stack.enter_context(mock.patch.object(transfers, "store_matrix", _copy_whole))
+        stack.enter_context(mock.patch.object(fragments, "warpgroup_barrier", _nothing))
+        stack.enter_context(mock.patch.object(inverse, "invert", interpreted_linear.invert))
         for name, replacement in _WARP_OPERATIONS.items():
             stack.enter_context(mock.patch.object(warp_operations, name, replacement))
         stack.enter_context(mock.patch.object(online_softmax, "rescale_rows", _rescale_rows))

@@ -127,6 +127,14 @@ def draw(
 
 def truth(case: Case) -> dict[str, np.ndarray]:
     """Output, last state and all gradients, by autodiff of the recurrence in float64."""
+    return truth_and_terms(case)[0]
+
+
+def truth_and_terms(case: Case) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """``truth``, and what beta's gradient sums over: a number per column, ``[B, T, N, Hv]``.
+
+    The rounding of a sum is relative to its terms, and few tokens can have terms that cancel.
+    """
     with jax.enable_x64(True):
         arrays = [jnp.asarray(x, jnp.float64) for x in case[:8]]
         if case.ids is None:
@@ -138,10 +146,13 @@ def truth(case: Case) -> dict[str, np.ndarray]:
         def run(q, k, v, log_decay, beta, start):
             return _recurrence(q, k, v, log_decay, beta, start, begins, valid, case.scale)
 
+        # A beta for each column: its gradient's terms.
+        arrays[4] = jnp.broadcast_to(arrays[4][..., None], case.v.shape)
         results, vjp = jax.vjp(run, *arrays[:6])
         gradients = vjp((arrays[6], arrays[7]))
-        values = map(np.asarray, (*results, *gradients))
-        return dict(zip(NAMES, values, strict=True))
+        found = dict(zip(NAMES, map(np.asarray, (*results, *gradients)), strict=True))
+        terms = found["dbeta"]
+        return found | {"dbeta": terms.sum(-1)}, terms
 
 
 def _recurrence(q, k, v, log_decay, beta, start, begins, valid, scale):
@@ -153,7 +164,7 @@ def _recurrence(q, k, v, log_decay, beta, start, begins, valid, scale):
         q, k, v, log_decay, beta, begins, valid = token
         decay = jnp.where(begins[:, None], 0, jnp.exp(log_decay))[..., None, None]
         old = decay * state
-        change = beta[..., None] * (v - jnp.einsum("bnk,bnkv->bnv", k, old))
+        change = beta * (v - jnp.einsum("bnk,bnkv->bnv", k, old))
         new = old + k[..., None] * change[..., None, :]
         new = jnp.where(valid[:, None, None, None], new, state)
         o = jnp.where(valid[:, None, None], scale * jnp.einsum("bnk,bnkv->bnv", q, new), 0)
@@ -164,7 +175,8 @@ def _recurrence(q, k, v, log_decay, beta, start, begins, valid, scale):
     return jnp.moveaxis(o, 0, 1), last
 
 
-def error(got: Any, want: np.ndarray) -> float:
-    """Relative error, Euclidean."""
+def error(got: Any, want: np.ndarray, terms: np.ndarray | None = None) -> float:
+    """Relative error, Euclidean; of sums whose terms are larger, relative to these."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+    sizes = [np.linalg.norm(x) for x in (want, terms) if x is not None]
+    return float(np.linalg.norm(got - want) / max(*sizes, 1e-30))

@@ -88,6 +88,12 @@ class Program:
     placed: str
     static_table: bool
 
+    @property
+    def has_one_array_of_ids(self) -> bool:
+        """Whether ``segment_ids`` are those of both sides, count from 0, and have padding -1."""
+        of_one_length = self.sizes["T"] == self.sizes["S"]
+        return "segments" in self.features and of_one_length and self.static_table
+
     def context(self):
         """``jax.set_mesh``, where the call does not name its mesh."""
         return jax.set_mesh(self.mesh) if self.in_context else contextlib.nullcontext()
@@ -286,6 +292,7 @@ def _draw_arrays(program: Program, rng: np.random.Generator) -> Arrays:
     if "segments" in features:
         arrays["query_segment_ids"] = packed_segments(rng, batch, t)
         same = t == s and rng.random() < 0.7
+        same |= program.has_one_array_of_ids
         ids = arrays["query_segment_ids"] if same else packed_segments(rng, batch, s)
         arrays["key_value_segment_ids"] = ids
     if "block_mask" in features:
@@ -345,6 +352,9 @@ def _placed(program: Program, name: str, x: Any) -> Any:
 def arguments(program: Program, arrays: Arrays) -> dict[str, Any]:
     """The keyword arguments of a call, without a mesh that the context has."""
     mesh = {} if program.in_context else {"mesh": program.mesh}
+    if program.has_one_array_of_ids:
+        others = {name: x for name, x in arrays.items() if not name.endswith("segment_ids")}
+        arrays = others | {"segment_ids": arrays["query_segment_ids"] - 1, "padding_id": -1}
     return mesh | program.axes | program.options | arrays
 
 

@@ -1,8 +1,8 @@
 """Instructions of a warpgroup's 128 threads in NumPy, in place of MLIR: a value is an array of 128.
 
-Enough for code that is written register by register: ldmatrix, st.shared, mma.sync of float16,
-movmatrix and conversions. Threads run one instruction after the other, all at once, so this does
-not show missing barriers; memory that was not written holds what the caller put there.
+Enough for code that is written register by register: ldmatrix, stores, shuffles, mma.sync of
+float16, movmatrix and conversions. Threads run one instruction after the other, all at once, so
+this does not show missing barriers; memory that was not written holds what the caller put there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 _THREADS = np.arange(128)
 _LANE, _WARP = _THREADS % 32, _THREADS // 32
-_COMPARISONS = {"eq": np.equal, "ult": np.less, "uge": np.greater_equal}
+_COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "ult": np.less, "uge": np.greater_equal}
 
 
 def _halves(x):
@@ -22,7 +22,7 @@ def _halves(x):
 
 
 class Warpgroup:
-    """Shared memory, which threads are active, and the modules that generated code calls."""
+    """Memory, which threads are active, and the modules that generated code calls."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -32,7 +32,7 @@ class Warpgroup:
         """Names of a module that generates MLIR, and what replaces them."""
         same = lambda kind: kind  # noqa: E731
         arith = SimpleNamespace(
-            CmpIPredicate=SimpleNamespace(eq="eq", ult="ult", uge="uge"),
+            CmpIPredicate=SimpleNamespace(eq="eq", ne="ne", ult="ult", uge="uge"),
             cmpi=lambda kind, x, y: _COMPARISONS[kind](x, y),
             addi=np.add, subi=np.subtract, muli=np.multiply, xori=np.bitwise_xor,
             remui=np.remainder, divui=np.floor_divide, andi=np.bitwise_and, select=np.where,
@@ -44,10 +44,13 @@ class Warpgroup:
             VectorType=SimpleNamespace(get=lambda *x: x),
             IntegerType=SimpleNamespace(get_signless=lambda bits: np.int64),
             Type=SimpleNamespace(parse=same),
+            MemRefType=same,
         )
         utils = SimpleNamespace(
             c=lambda value, kind: np.full(128, value, kind),
-            bitcast=lambda x, kind: _halves(x),
+            bitcast=lambda x, kind: x if kind is np.int64 else _halves(x),
+            getelementptr=lambda base, index, size: base + size * index[0],
+            shfl_bfly=lambda x, distance: x[_THREADS ^ distance],
             warpgroup_barrier=lambda: None,
             memref_ptr=same,
             thread_idx=lambda: _THREADS,
@@ -88,11 +91,12 @@ class Warpgroup:
                 registers[matrix, 32 * warp :][:32] = words.reshape(32)
         return registers
 
-    def _st(self, text, address, value):
-        assert text == "st.shared.b32 [$0], $1;"
+    def _st(self, text, address, *values):
+        wide = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        assert text == ("st.shared.b32 [$0], $1;" if len(values) == 1 else wide)
         for thread in np.flatnonzero(self._active[-1]):
-            word = np.array([value[thread]], np.uint32)
-            self.memory[address[thread] :][:4] = word.view(np.uint8)
+            words = np.array([value[thread] for value in values], np.uint32)
+            self.memory[address[thread] :][: 4 * len(values)] = words.view(np.uint8)
 
     def _cvt(self, text, high, low):
         assert text == "cvt.rn.f16x2.f32 $0, $1, $2;"

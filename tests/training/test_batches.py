@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,7 +14,13 @@ from meshes import mesh_of
 from burst_jax import ShardingRules
 from burst_jax.layouts.permutation import from_layout, positions
 from burst_jax.models import Decoder, DecoderConfig
-from burst_jax.training import make_batch, next_token_loss, place_batch, rows_here
+from burst_jax.training import (
+    make_batch,
+    next_token_log_probs,
+    next_token_loss,
+    place_batch,
+    rows_here,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -100,7 +107,15 @@ def test_prefixes_and_weights():
         model = Decoder(config, mesh=mesh, rngs=nnx.Rngs(0), **options)
         # Large weights: the second layer then depends on what the first attends to.
         nnx.update(model, jax.tree.map(lambda x: 10 * x, nnx.state(model)))
-        return float(nnx.jit(next_token_loss)(model, batch)[0])
+
+        @nnx.jit
+        def both(model, batch):
+            log_probs, _ = next_token_log_probs(model, batch)
+            return next_token_loss(model, batch)[0], -jnp.sum(batch["weights"] * log_probs)
+
+        total, of_tokens = both(model, batch)
+        np.testing.assert_allclose(of_tokens, total, rtol=1e-6)
+        return float(total)
 
     natural = from_layout({k: v for k, v in batch.items() if k != "prefix_lengths"}, "zigzag", 2)
     one = [natural | {"prefix_lengths": x} for x in (batch["prefix_lengths"], None)]

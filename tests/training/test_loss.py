@@ -236,7 +236,7 @@ def test_only_the_products_and_logits_that_are_needed():
 
 def test_subchunks_hold_all_tokens_and_little_else():
     for tokens, chunk_size in ((1, 1), (7, 1), (1, 4096), (63, 11), (100, 7), (4097, 4096)):
-        chunks, subchunks, size = fused_loss._sizes(tokens, chunk_size)
+        chunks, subchunks, size = fused_loss.chunk_sizes(tokens, chunk_size)
         assert subchunks * size <= chunk_size
         assert size <= max(1, chunk_size // 4)
         assert 0 <= chunks * subchunks * size - tokens < chunks * (subchunks + 1)

@@ -167,6 +167,32 @@ def test_documents_counted_from_zero_are_found():
     assert re.match(r"50.0 % of the tokens are in segment 0 of segment_ids, at the start", problem)
 
 
+@pytest.mark.parametrize("padding_id", [-1, 7])
+def test_padding_of_another_id(padding_id):
+    """It counts as padding, and documents may count from 0."""
+    batch: Any = packed()
+    ids = batch["segment_ids"]
+    batch["segment_ids"] = np.where(ids == 0, padding_id, ids - 1)
+
+    def make_loss(mesh, layout):
+        def loss(params, batch):
+            x = params["layer0/embed"][batch["inputs"]][:, :, None]
+            out = burst_jax.burst_attention(
+                x, x, x, mesh=mesh, layout=layout, batch_axis="data", is_causal=True,
+                segment_ids=batch["segment_ids"], padding_id=padding_id,
+            )  # fmt: skip
+            return jnp.mean(jnp.sum(out, (2, 3)) * batch["weights"])
+
+        return loss
+
+    report = quick(batch, make_loss)
+    assert report.passed
+    assert not report.problems
+    assert f"in segment {padding_id}: 6.2 % of the tokens" in str(report)
+    with pytest.raises(NotImplementedError, match=f"got padding_id {padding_id}: mark padding by"):
+        quick(batch, make_loss, layout="balanced:0")
+
+
 def test_a_loader_that_permutes():
     def load(layout, num_shards):
         return to_layout(packed(), layout, num_shards)
@@ -192,9 +218,9 @@ def test_a_loader_that_permutes():
     where = "batch('zigzag', 2) returns arrays in"
     assert problem == f"{where} the zigzag layout over 4 shards: {remedy}"
     sizes = batches.sizes_of(packed(), 2, Zigzag())
-    batch, index = batches.ordered(packed(), sizes, Zigzag(), 2, set())
+    batch, index = batches.ordered(packed(), sizes, Zigzag(), 2, {})
     wanted = batches.in_layout(batch, sizes, index)
-    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, Zigzag(), 2, set())
+    (problem,) = batches.wrong_order(packed(), wanted, packed(), sizes, Zigzag(), 2, {})
     assert problem == f"{where} natural order: {remedy}"
 
 

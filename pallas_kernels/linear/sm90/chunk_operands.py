@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linear.chunks import CHUNK, LOG, START
+from pallas_kernels.linear.chunks import CHUNK, LOG, START, decay_of
 from pallas_kernels.mosaic.sm90.instructions import COLUMNS, ROWS, TILE
 from pallas_kernels.mosaic.transfers import matrix_transforms
 
@@ -65,8 +65,6 @@ def decay(vectors: Any, offset: int = 0, *, strict: bool = False) -> jax.Array:
       offset: where they start in :mod:`pallas_kernels.linear.chunks`'s order.
       strict: 0 for i = r.
     """
-    r, i = index(0), index(1)
-    log = along_rows(vectors, LOG - offset) - along_columns(vectors, LOG - offset)
-    result = jnp.where((i < r) if strict else (i <= r), jnp.exp2(log), 0.0)
+    log = along_rows(vectors, LOG - offset), along_columns(vectors, LOG - offset)
     first = along_rows(vectors, START - offset)
-    return jnp.where(i.astype(jnp.float32) >= first, result, 0.0)
+    return decay_of(*log, first, index(0), index(1), strict=strict)

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.families import KEYS, LATER_KEYS, QUERIES, STATES, SUMS, UPDATES
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_columns,
@@ -36,10 +37,6 @@ from pallas_kernels.linear.sm90.scan import pairs_of
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
-
-# Row sums: q dq; k (read - write); k write of the later chunks' part; S dS in 64 parts; u dv.
-QUERIES, KEYS, LATER_KEYS, STATES, UPDATES = range(5)
-SUMS = 5
 
 
 class GradientInputs(NamedTuple):

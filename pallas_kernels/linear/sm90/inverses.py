@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.sm90.instructions import TILE
 class _Inputs(NamedTuple):
     k: Any
     vectors: Any
+    first: Any
 
 
 class _Memory(NamedTuple):
@@ -55,18 +56,40 @@ class _Memory(NamedTuple):
     arrived: Any
 
 
-def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
+def invert(a: Any, x: Any, vectors: Any, scaled: Any) -> None:
+    """Writes X beta.
+
+    Args:
+      a: float16 A, of which each thread has written its part.
+      x: for float16 X.
+      vectors: of the chunk, from LOG on.
+      scaled: for X beta.
+    """
+    warpgroup_barrier()  # A is complete.
+    inverse.invert(a, x)
+    inverses = plgpu.load(x, layout=TILE).astype(jnp.float32)
+    scaled[...] = (inverses * along_columns(vectors, BETA - LOG)).astype(jnp.bfloat16)
+
+
+def inverses(k: jax.Array, vectors: jax.Array, first: jax.Array | None = None) -> jax.Array:
     """X beta, bfloat16 ``[B, N, T, 64]``.
 
     Args:
       k: bfloat16 ``[B, T, K, 128]``.
       vectors: :func:`pallas_kernels.linear.chunks.chunk_vectors`.
+      first: chunks before it are left out, int32 ``[B, N]``; None is 0.
     """
     batch, heads, chunks, _ = vectors.shape
     groups = heads // k.shape[2]
 
     def kernel(given: _Inputs, result: Any, memory: _Memory) -> None:
         n, h, b = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
+        if given.first is None:
+            invert_chunk(n, h, b, given, result, memory)
+        else:
+            pl.when(n >= given.first[b, h])(lambda: invert_chunk(n, h, b, given, result, memory))
+
+    def invert_chunk(n: Any, h: Any, b: Any, given: _Inputs, result: Any, memory: _Memory) -> None:
         tokens, key_head = pl.ds(n * CHUNK, CHUNK), lax.div(h, i32(groups))
         for source, target in (
             (given.k.at[b, tokens, key_head], memory.k),
@@ -83,11 +106,7 @@ def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
             memory.a[...] = a.astype(jnp.float16)
 
         pl.run_scoped(product, accumulator())
-        warpgroup_barrier()  # A is complete.
-        inverse.invert(memory.a, memory.x)
-        x = plgpu.load(memory.x, layout=TILE).astype(jnp.float32)
-        x = x * along_columns(memory.vectors, BETA - LOG)
-        memory.scaled[...] = x.astype(jnp.bfloat16)
+        invert(memory.a, memory.x, memory.vectors, memory.scaled)
         proxy_fence()
         warpgroup_barrier()
         plgpu.copy_smem_to_gmem(memory.scaled, result.at[b, h, tokens])
@@ -108,7 +127,7 @@ def inverses(k: jax.Array, vectors: jax.Array) -> jax.Array:
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"chunk": chunks, "head": heads, "batch": batch},
         warpgroups=1,
-        inputs=_Inputs(k, vectors),
+        inputs=_Inputs(k, vectors, first),
         results=x,
         memory=memory,
     )

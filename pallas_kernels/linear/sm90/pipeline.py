@@ -18,6 +18,8 @@ from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 # Chunks in shared memory, and buffers of each result.
 STAGES = 3
 SLOTS = 2
+# Steps of a scan whose number is computed.
+LEAST_STEPS = STAGES - 1
 # CTAs of a thread-block cluster: they have columns of the same head, and each copies its part of
 # what they share to all.
 CLUSTER = 2
@@ -153,7 +155,7 @@ def free_stage(barrier: Any) -> None:
 
 
 def produce(
-    chunks: int,
+    chunks: Any,
     start: Callable[[Any, Any], None],
     free: Any,
     results: Sequence[Result] = (),
@@ -165,14 +167,15 @@ def produce(
     step i exist: waiting for these delays no input. P of step i + 1 is computed during step i.
 
     Args:
-      chunks: number of steps.
+      chunks: number of steps; if traced, at least :data:`LEAST_STEPS`.
       start: ``start(step, stage)`` starts the copies of a step.
       free: by stage: the chains of the cluster have read it.
       results: in the order in which the chain writes them.
       scores: P, where the chain needs it.
     """
-    for step in range(min(STAGES - 1, chunks)):
-        start(i32(step), i32(step))
+    for step in range(STAGES - 1):
+        if not isinstance(chunks, int) or step < chunks:
+            start(i32(step), i32(step))
     if scores is not None:
         scores.compute(i32(0))
 
@@ -198,8 +201,9 @@ def produce(
                 result.release(step)
 
     # The other CTA arrives at barriers in this one's memory, which is gone once it has exited.
-    for step in range(max(chunks - 2, 0), chunks):
-        plgpu.barrier_wait(free.at[step % STAGES])
+    for step in (chunks - 2, chunks - 1):
+        if not isinstance(step, int) or step >= 0:
+            plgpu.barrier_wait(free.at[lax.rem(i32(step), i32(STAGES))])
     if results:
         plgpu.wait_smem_to_gmem(0)
 

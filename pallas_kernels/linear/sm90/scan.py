@@ -76,12 +76,13 @@ class Place(NamedTuple):
     part: Any
 
     @classmethod
-    def of(cls, cluster: Any, parts: int, groups: int) -> Place:
-        """Of a CTA of the cluster with this index, of a batch index's."""
+    def of(cls, cluster: Any, parts: int, groups: int, batch: Any = None) -> Place:
+        """Of a CTA of the cluster with this index, of a batch index's; None is the grid's."""
+        batch = lax.axis_index("batch") if batch is None else batch
         index = cta_index(cluster)
         head = lax.div(index, i32(parts))
         part = lax.rem(index, i32(parts))
-        return cls(lax.axis_index("batch"), head, lax.div(head, i32(groups)), part)
+        return cls(batch, head, lax.div(head, i32(groups)), part)
 
     @property
     def columns(self) -> Any:
@@ -108,6 +109,9 @@ class ScanInputs(NamedTuple):
       x: X beta, bfloat16 ``[B, N, T, 64]``.
       vectors: of the chunks.
       start: first state, transposed, float32 ``[B, N, columns, 128]``.
+      p: P, bfloat16 ``[B, N, T, 64]``; None where the scan computes it, or does not need it.
+      first: the chunk with which a head's scan for the last state begins, int32 ``[B, N]``; None
+        is 0.
     """
 
     q: Any
@@ -116,6 +120,8 @@ class ScanInputs(NamedTuple):
     x: Any
     vectors: Any
     start: Any
+    p: Any = None
+    first: Any = None
 
 
 class ScanMemory(NamedTuple):
@@ -130,7 +136,7 @@ class ScanMemory(NamedTuple):
       arrived: by stage.
       free: by stage.
       p: ``[STAGES, 64, 64]``.
-      p_written: by stage.
+      p_written: by stage, where the scan computes P.
       columns: ``[SLOTS, 64 tokens, 64 columns]``: o or U.
       columns_written: by slot.
       columns_free: by slot.
@@ -156,11 +162,11 @@ class ScanMemory(NamedTuple):
     states_free: Any = None
 
     @classmethod
-    def of(cls, mode: Mode) -> ScanMemory:
-        """Descriptions."""
+    def of(cls, mode: Mode, *, scores: bool = True) -> ScanMemory:
+        """Descriptions; ``scores`` is whether P is computed for outputs, and not copied."""
         outputs, slots = mode is Mode.OUTPUT, {}
         if outputs:
-            slots |= scores_of()
+            slots |= scores_of() if scores else {"p": matrix(STAGES, CHUNK, CHUNK)}
         if mode is not Mode.LAST:
             slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
         if mode is Mode.STATES:
@@ -171,7 +177,9 @@ class ScanMemory(NamedTuple):
             v=matrix(STAGES, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
             vectors=numbers(STAGES, SCANNED),
-            arrived=plgpu.Barrier(num_arrivals=5 if outputs else 4, num_barriers=STAGES),
+            arrived=plgpu.Barrier(
+                num_arrivals=4 + outputs + (outputs and not scores), num_barriers=STAGES
+            ),
             free=stages_barrier(),
             **slots,
         )
@@ -206,6 +214,7 @@ def scan_cta(
     states: Any,
     last: Any,
     memory: ScanMemory,
+    wait: Callable[[Any], None] | None = None,
 ) -> None:
     """A CTA's scan.
 
@@ -218,27 +227,33 @@ def scan_cta(
       states: the states before all pairs of chunks, or None.
       last: the last state, transposed, or None.
       memory: shared memory.
+      wait: ``wait(step)`` waits until X and P of a step are in global memory; None if all are.
     """
-    chunks = given.vectors.shape[2]
     b, h, key_head, _ = place
+    first = 0 if given.first is None else given.first[b, h]
+    chunks = given.vectors.shape[2] - first
 
     def tokens(step):
-        return pl.ds(step * CHUNK, CHUNK)
+        return pl.ds((first + step) * CHUNK, CHUNK)
 
     def start(step, stage):
         at = tokens(step)
         arrived = memory.arrived.at[stage]
-        vectors = given.vectors.at[b, h, step, pl.ds(INTO, SCANNED)]
+        vectors = given.vectors.at[b, h, first + step, pl.ds(INTO, SCANNED)]
         copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
         plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         if mode is Mode.OUTPUT:
             copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
         values = given.v.at[b, at, h, place.values]
         plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        if wait is not None:
+            wait(step)
         copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
+        if given.p is not None:
+            copy_to_cluster(given.p.at[b, h, at], memory.p.at[stage], arrived)
 
     results, scores = [], None
-    if mode is Mode.OUTPUT:
+    if mode is Mode.OUTPUT and given.p is None:
         scores = Scores(
             memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
         )
@@ -267,7 +282,7 @@ def scan_cta(
         state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(mode, scale, place, memory, results, scores)
         if mode is Mode.STATES:
-            state = for_each_pair(chunks, step, state)
+            state = for_each_pair(given.vectors.shape[2], step, state)
         else:
             state = lax.fori_loop(i32(0), i32(chunks), step, state)
         if last is not None:
@@ -320,8 +335,9 @@ def _step(
             u = plgpu.wgmma_accumulator_load(u_acc)
             plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k)
             u = u.astype(jnp.bfloat16)
-            if scores is not None:
-                plgpu.wgmma(o_acc, u, transposed(scores.wait(stage)))
+            if outputs:
+                p = memory.p.at[stage] if scores is None else scores.wait(stage)
+                plgpu.wgmma(o_acc, u, transposed(p))
             elif mode is Mode.STATES:
                 results[-1].put(index, u, transpose=True)
             proxy_fence()

@@ -65,6 +65,8 @@ class ReverseInputs(NamedTuple):
       x: X beta, bfloat16 ``[B, N, T, 64]``.
       vectors: of the chunks.
       last: gradient of the last state, transposed, float32 ``[B, N, 128, 128]``.
+      end: the chunk with which a head's scan for the first state alone begins, int32 ``[B, N]``;
+        None is the last one.
     """
 
     q: Any
@@ -73,6 +75,7 @@ class ReverseInputs(NamedTuple):
     x: Any
     vectors: Any
     last: Any
+    end: Any = None
 
 
 class ReverseMemory(NamedTuple):
@@ -158,11 +161,12 @@ def reverse_cta(
       first: gradient of the first state, transposed.
       memory: shared memory.
     """
-    chunks = given.vectors.shape[2]
     b, h, key_head, _ = place
+    end = given.vectors.shape[2] - 1 if given.end is None else given.end[b, h]
+    chunks = end + 1
 
     def chunk(step):
-        return chunks - 1 - step
+        return end - step
 
     def tokens(step):
         return pl.ds(chunk(step) * CHUNK, CHUNK)

@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import (
     FragmentedArray,
     WGStridedFragLayout,
 )
+from jax.experimental.mosaic.gpu.mma import mma
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
@@ -200,6 +201,98 @@ def as_left_operand(x: jax.Array, fragments: Fragments) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return relabel(x)
+
+
+def as_result(x: jax.Array, fragments: Fragments) -> jax.Array:
+    """Undoes :func:`as_left_operand`, also of an operand that was loaded."""
+    assert fragments.m_warps == WARPS
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=fragments.tile)
+
+    @plgpu.inline_mgpu(arg_types=(fragments.lhs,), return_type=result)
+    def relabel(_, x):
+        layout = fragments.tile.to_mgpu()
+        registers = x.registers.reshape(layout.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return relabel(x)
+
+
+def product_in_columns(
+    acc: jax.Array, left: jax.Array, right: jax.Array, first: int, fragments: Fragments
+) -> jax.Array:
+    """``acc`` with ``left right`` added to the columns from ``first`` on.
+
+    Args:
+      acc: float32 ``[M, N]``.
+      left: left operand ``[M, K]``.
+      right: right operand ``[K, columns]``.
+      first: the first column.
+      fragments: their layouts.
+    """
+    result = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=fragments.tile)
+    columns = slice(first, first + right.shape[1])
+    types = fragments.tile, fragments.lhs, fragments.rhs
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=result)
+    def multiply(_, acc, left, right):
+        acc = acc.copy()
+        acc[:, columns] = mma(acc[:, columns], left, right)
+        return acc
+
+    return multiply(acc, left, right)
+
+
+def store_by_quads(ref: Any, x: jax.Array, fragments: Fragments) -> None:
+    """Writes a rounded result to global memory, 16 bytes by each instruction of a thread.
+
+    A thread has two columns of every eight. The four threads of a row exchange 4 x 4 registers, so
+    that each has eight neighboring columns of 32.
+
+    Args:
+      ref: 16-bit ``[64, N]`` in global memory, N a multiple of 32.
+      x: the same shape, all warps along the rows.
+      fragments: its layouts.
+    """
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), fragments.tile))(_store_by_quads)(ref, x)
+
+
+def _store_by_quads(_, ref, x):
+    i32 = ir.IntegerType.get_signless(32)
+    kind = ir.MemRefType(ref.type)
+    row_stride = kind.get_strides_and_offset()[0][0]
+
+    def number(value: int) -> Any:
+        return utils.c(value, i32)
+
+    def is_set(value: Any, bit: int) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(value, number(bit)), number(0))
+
+    thread = arith.remui(utils.thread_idx(), number(32 * WARPS))
+    warp, lane = (f(thread, number(32)) for f in (arith.divui, arith.remui))
+    row, quad = (f(lane, number(4)) for f in (arith.divui, arith.remui))
+    row = arith.addi(arith.muli(warp, number(16)), row)
+    start = arith.addi(arith.muli(row, number(row_stride)), arith.muli(quad, number(8)))
+    base = utils.getelementptr(global_pointer(ref), [start], kind.element_type)
+    high, odd = is_set(quad, 2), is_set(quad, 1)
+
+    def exchanged(first: Any, second: Any, choice: Any, distance: int) -> tuple[Any, Any]:
+        """Threads where ``choice`` is false give the second register for the partner's first."""
+        got = utils.shfl_bfly(arith.select(choice, first, second), distance)
+        return arith.select(choice, got, first), arith.select(choice, second, got)
+
+    # [32 columns, 8 columns, 8 rows of 16]
+    by_columns = x.registers.reshape(-1, 4, 2)
+    for group, half in np.ndindex(by_columns.shape[0], 2):
+        words = [utils.bitcast(register, i32) for register in by_columns[group, :, half]]
+        words[0], words[2] = exchanged(words[0], words[2], high, 2)
+        words[1], words[3] = exchanged(words[1], words[3], high, 2)
+        words[0], words[1] = exchanged(words[0], words[1], odd, 1)
+        words[2], words[3] = exchanged(words[2], words[3], odd, 1)
+        at = utils.getelementptr(base, [8 * half * row_stride + 32 * group], kind.element_type)
+        text = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [at, *words], text, "l,r,r,r,r", has_side_effects=True
+        )
 
 
 def add_to_row_parts(total: jax.Array, x: jax.Array, fragments: Fragments) -> jax.Array:

@@ -1,0 +1,97 @@
+"""What the kernel families compute around their kernels, in plain JAX.
+
+States are ``[B, N, 128 keys, 128 values]`` float32 here; kernels have them transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arrays import unvary, vary, varying_axes
+from pallas_kernels.linear.backend import Inputs
+from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, cumulative_sum, cut, merged
+
+# Row sums that the kernels of dQ and dK write, float32 ``[B, N, chunks, SUMS, 64]``: q dq;
+# k (read - write); k write of the later chunks' part; S dS in 64 parts; u dv.
+QUERIES, KEYS, LATER_KEYS, STATES, UPDATES = range(5)
+SUMS = 5
+
+
+def gate_gradients(
+    inputs: Inputs, vectors: jax.Array, sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of log_decay and beta from the kernel's row sums."""
+    by_sum = [sums[..., i, :] for i in range(SUMS)]
+    through = vectors[..., INTO + CHUNK - 1]
+    of_end = by_sum[LATER_KEYS].sum(-1) + through * by_sum[STATES].sum(-1)
+    total = by_sum[QUERIES] + by_sum[KEYS]
+    total = total.at[..., -1].add(of_end)
+    log_decay = cumulative_sum(total, reverse=True)
+    beta = vectors[..., BETA : BETA + CHUNK]
+    updates = by_sum[UPDATES]
+    if inputs.tokens is None:
+        return merged(log_decay), merged(updates / (beta * beta))
+    # No decay applies to padding, nor to a document's first token.
+    valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
+    log_decay = jnp.where(valid & ~begins, log_decay, 0)
+    beta = jnp.where(valid, updates / jnp.where(valid, beta * beta, 1), 0)
+    return merged(log_decay), merged(beta)
+
+
+def sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
+    """Sums gradients of value heads over those of each key head."""
+    batch, length, heads, dim = x.shape
+    if heads == key_heads:
+        return x
+    grouped = x.reshape(batch, length, key_heads, heads // key_heads, dim)
+    return grouped.astype(jnp.float32).sum(3).astype(x.dtype)
+
+
+def zeros_in_padding(inputs: Inputs, o: jax.Array) -> jax.Array:
+    """The output, zero in padding."""
+    if inputs.tokens is None:
+        return o
+    return jnp.where(inputs.tokens.valid[..., None, None], o, 0)
+
+
+def transposed(state: jax.Array) -> jax.Array:
+    """A state as kernels have it, and back."""
+    return state.swapaxes(-1, -2)
+
+
+def with_identity(start: jax.Array) -> jax.Array:
+    """The columns of a first state, transposed, then those whose last state is M."""
+    identity = jnp.broadcast_to(jnp.eye(HEAD_DIM, dtype=jnp.float32), start.shape)
+    return jnp.concatenate([transposed(start), identity], axis=2)
+
+
+def affine_map(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(M, the last state) from the last state of :func:`with_identity`'s columns."""
+    return transposed(last[:, :, HEAD_DIM:]), transposed(last[:, :, :HEAD_DIM])
+
+
+def unsupported(inputs: Inputs) -> str | None:
+    """Why the kernels do not support these shapes and dtypes, or None if they do."""
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    if dims != (HEAD_DIM, HEAD_DIM):
+        return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
+    if inputs.q.dtype != jnp.bfloat16:
+        return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
+    return None
+
+
+def unmarked[Results](function: Callable[..., Results]) -> Callable[..., Results]:
+    """``function`` of arrays that vary over mesh axes.
+
+    A kernel's loop may carry both what it has loaded, which would be marked, and what it computes
+    by thread, which would not.
+    """
+
+    def run(*arrays: Any) -> Results:
+        return vary(function(*jax.tree.map(unvary, arrays)), varying_axes(arrays))
+
+    return run

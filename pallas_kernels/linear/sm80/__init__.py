@@ -1,0 +1,1 @@
+"""The gated delta rule's kernels for Ampere: mma.sync, cp.async, ldmatrix."""

@@ -1,0 +1,146 @@
+"""The gated delta rule on one GPU since Ampere: forward, affine map and gradients.
+
+States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
+from pallas_kernels.linear.chunks import CHUNK, chunk_vectors
+from pallas_kernels.linear.families import (
+    affine_map,
+    gate_gradients,
+    sum_groups,
+    transposed,
+    unmarked,
+    unsupported,
+    with_identity,
+    zeros_in_padding,
+)
+from pallas_kernels.linear.sm80 import gradients as chunk_gradients
+from pallas_kernels.linear.sm80.gradients import GradientInputs
+from pallas_kernels.linear.sm80.prepared import Chunks, chunks_of
+from pallas_kernels.linear.sm80.scan import Mode, ScanInputs, scan
+from pallas_kernels.linear.sm80.states import ReverseInputs, first_gradient, states
+from pallas_kernels.mosaic.sm80.configs import SHARED_MEMORY, shared_memory_of
+from pallas_kernels.mosaic.sm80.implementation import needs_ampere
+
+
+class Prepared(NamedTuple):
+    """What all passes need of every chunk.
+
+    Attributes:
+      vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
+      chunks: P and X beta.
+    """
+
+    vectors: jax.Array
+    chunks: Chunks
+
+
+def prepare(inputs: Inputs) -> Prepared:
+    """The vectors, scores and inverses of all chunks."""
+    vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
+    return Prepared(vectors, chunks_of(inputs.q, inputs.k, vectors))
+
+
+def forward(
+    inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array, Prepared]:
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and ``prepared``."""
+    (p, x), vectors = prepared.chunks, prepared.vectors
+    given = ScanInputs(inputs.q, inputs.k, inputs.v, p, x, vectors, transposed(start))
+    o, _, last = scan(given, scale, Mode.OUTPUT)
+    assert o is not None
+    return zeros_in_padding(inputs, o), transposed(last), prepared
+
+
+def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
+    given = _scan_inputs(inputs, prepared, with_identity(start))
+    _, _, last = scan(given, 0.0, Mode.LAST)
+    return affine_map(last)
+
+
+def first_state_gradient(
+    inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
+) -> jax.Array:
+    """The gradient of the first state alone."""
+    return transposed(first_gradient(_reverse_inputs(inputs, prepared, do, last), scale))
+
+
+def backward(
+    inputs: Inputs,
+    prepared: Prepared,
+    start: jax.Array,
+    do: jax.Array,
+    last: jax.Array,
+    scale: float,
+) -> Gradients:
+    """All gradients.
+
+    Args:
+      inputs: of the forward pass.
+      prepared: from it.
+      start: the first state.
+      do: gradient of the output, bfloat16; 0 in padding.
+      last: gradient of the last state.
+      scale: of q k.
+    """
+    scans = backward_inputs(inputs, prepared, start, do, last)
+    u, saved, dv, dsaved, first = states(*scans, scale)
+    dq, dk, sums = chunk_gradients.gradients(
+        GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, prepared.vectors), scale
+    )
+    gates, key_heads = gate_gradients(inputs, prepared.vectors, sums), inputs.k.shape[2]
+    dq, dk = (sum_groups(x, key_heads) for x in (dq, dk))
+    return Gradients(dq, dk, dv, *gates, transposed(first))
+
+
+def backward_inputs(
+    inputs: Inputs, prepared: Prepared, start: jax.Array, do: jax.Array, last: jax.Array
+) -> tuple[ScanInputs, ReverseInputs]:
+    """What the backward pass's two scans read; arguments as of :func:`backward`."""
+    given = _scan_inputs(inputs, prepared, transposed(start))
+    return given, _reverse_inputs(inputs, prepared, do, last)
+
+
+def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array) -> ScanInputs:
+    """Of a scan without outputs."""
+    x, vectors = prepared.chunks.x, prepared.vectors
+    return ScanInputs(None, inputs.k, inputs.v, None, x, vectors, start)
+
+
+def _reverse_inputs(
+    inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
+) -> ReverseInputs:
+    (p, x), vectors = prepared.chunks, prepared.vectors
+    return ReverseInputs(inputs.q, inputs.k, do, p, x, vectors, transposed(last))
+
+
+def _unavailable(platform: str, compute_capability: float | None) -> str | None:
+    reason = needs_ampere(platform, compute_capability)
+    if reason is None and shared_memory_of(compute_capability or 0.0) < SHARED_MEMORY:
+        return (
+            f"its scans need {SHARED_MEMORY} bytes of shared memory per CTA, more than GPUs of "
+            f"compute capability {compute_capability} have"
+        )
+    return reason
+
+
+MOSAIC_SM80 = Implementation(
+    name="mosaic_sm80",
+    prepare=unmarked(prepare),
+    forward=unmarked(forward),
+    affine=unmarked(affine),
+    restore=lambda inputs, kept: kept,
+    first_gradient=unmarked(first_state_gradient),
+    backward=unmarked(backward),
+    multiple=CHUNK,
+    unsupported=unsupported,
+    unavailable=_unavailable,
+)

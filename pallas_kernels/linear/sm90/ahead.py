@@ -1,0 +1,225 @@
+"""The forward scan of few heads, with X beta and P computed in the same launch, ahead of it.
+
+A scan of N heads has 2 N CTAs, each for the whole launch. The SMs that are left compute X beta and
+P of all heads' chunks, in the order of the chunks, and count them in global memory; the scan waits
+for a chunk's before it copies them. They are read soon after, from L2, and the products of P do
+not take the tensor cores of an SM that a scan waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import num_sms
+from pallas_kernels.linear.chunks import BETA, CHUNK, LOG, START, VECTORS
+from pallas_kernels.linear.sm90.chunk_operands import (
+    accumulator,
+    along_rows,
+    decay,
+    index,
+    matrix,
+    numbers,
+    transposed,
+)
+from pallas_kernels.linear.sm90.inverses import invert
+from pallas_kernels.linear.sm90.pipeline import CLUSTER, WARPGROUPS, cta_index
+from pallas_kernels.linear.sm90.scan import (
+    PARTS,
+    Mode,
+    Place,
+    ScanInputs,
+    ScanMemory,
+    scan_cta,
+)
+from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
+from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
+from pallas_kernels.mosaic.sm90 import flags
+
+# Vectors of a chunk that X beta and P need: LOG to BETA.
+_USED = VECTORS * CHUNK - LOG
+
+
+class ForwardResults(NamedTuple):
+    """What the launch writes.
+
+    Attributes:
+      o: bfloat16 ``[B, T, N, 128]``.
+      last: the last state, transposed, float32 ``[B, N, 128, 128]``.
+      x: X beta, bfloat16 ``[B, N, T, 64]``.
+      p: P, the same shape.
+    """
+
+    o: Any
+    last: Any
+    x: Any
+    p: Any
+
+
+class _Memory(NamedTuple):
+    """Shared memory and barriers.
+
+    Attributes:
+      scan: of the scan; warpgroups that compute X and P have a stage of its matrices each.
+      vectors: ``[WARPGROUPS * 2, 192]``: of this chunk and the next one of each warpgroup.
+      a: float16 A of each.
+      x: float16 X of each.
+      arrived: q, k and the vectors of each have been copied.
+    """
+
+    scan: ScanMemory
+    vectors: Any
+    a: Any
+    x: Any
+    arrived: Any
+
+
+def spare_clusters(chains: int) -> int:
+    """Number of clusters that no scan of so many heads needs, on the GPU that is traced for."""
+    return num_sms() // CLUSTER - chains * PARTS // CLUSTER
+
+
+def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
+    """Runs the scan for outputs, and all that it needs.
+
+    Args:
+      given: its inputs; X and P are None.
+      scale: of q k.
+    """
+    batch, heads, chunks, _ = given.vectors.shape
+    groups, chains = heads // given.k.shape[2], batch * heads * PARTS // CLUSTER
+    spare = max(1, spare_clusters(batch * heads))
+
+    def kernel(given: ScanInputs, results: ForwardResults, memory: _Memory, counters: Any) -> None:
+        cluster = lax.axis_index("cluster_index")
+
+        # They come first, so that they run when a scan waits for them.
+        @pl.when(cluster < spare)
+        def _():
+            first = cta_index(cluster) * WARPGROUPS + lax.axis_index(WARPGROUP_AXIS)
+            count = spare * CLUSTER * WARPGROUPS
+            _compute_chunks(first, count, scale, given, results, memory, counters)
+
+        @pl.when(cluster >= spare)
+        def _():
+            chain, clusters = cluster - spare, heads * PARTS // CLUSTER
+            b = lax.div(chain, i32(clusters))
+            place = Place.of(lax.rem(chain, i32(clusters)), PARTS, groups, b)
+
+            def wait(step):
+                flags.wait_for(counters, step, i32(batch * heads))
+
+            inputs = given._replace(x=results.x, p=results.p)
+            scan_cta(
+                Mode.OUTPUT, scale, place, inputs, results.o, None, results.last, memory.scan, wait
+            )
+
+    square = jax.ShapeDtypeStruct((batch, heads, chunks * CHUNK, CHUNK), jnp.bfloat16)
+    # Zeros that are no constant: a copy of one may not be shared by calls, nor kept for one.
+    counters = (given.vectors[0, 0, :, START] < 0).astype(jnp.int32)
+    return launch(
+        kernel,
+        "gated_delta_rule_forward",
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"cluster_index": spare + chains},
+        warpgroups=WARPGROUPS,
+        cluster=CLUSTER,
+        inputs=given,
+        results=ForwardResults(
+            jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16),
+            jax.ShapeDtypeStruct(given.start.shape, jnp.float32),
+            square,
+            square,
+        ),
+        memory=_Memory(
+            scan=ScanMemory.of(Mode.OUTPUT, scores=False),
+            vectors=numbers(WARPGROUPS * 2, _USED),
+            a=matrix(WARPGROUPS, CHUNK, CHUNK, dtype=jnp.float16),
+            x=matrix(WARPGROUPS, CHUNK, CHUNK, dtype=jnp.float16),
+            arrived=plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS),
+        ),
+        counter=counters,
+    )
+
+
+def _compute_chunks(
+    first: Any,
+    stride: int,
+    scale: float,
+    given: ScanInputs,
+    results: ForwardResults,
+    memory: _Memory,
+    counters: Any,
+) -> None:
+    """A warpgroup's share of X beta and P: every ``stride``-th of all chunks of all heads.
+
+    The next chunk is copied during the inversion; a chunk is counted during the next one, when its
+    results have been copied.
+    """
+    batch, heads, chunks, _ = given.vectors.shape
+    groups, own = heads // given.k.shape[2], lax.axis_index(WARPGROUP_AXIS)
+    q, k, p, scaled = (
+        ref.at[own] for ref in (memory.scan.q, memory.scan.k, memory.scan.p, memory.scan.x)
+    )
+    a, x, arrived = memory.a.at[own], memory.x.at[own], memory.arrived.at[own]
+    steps = lax.div(chunks * batch * heads - first + (stride - 1), i32(stride))
+
+    def chunk_of(step):
+        return lax.div(first + step * stride, i32(batch * heads))
+
+    def place_of(step):
+        """Batch index, head, and tokens."""
+        head = lax.rem(first + step * stride, i32(batch * heads))
+        tokens = pl.ds(chunk_of(step) * CHUNK, CHUNK)
+        return lax.div(head, i32(heads)), lax.rem(head, i32(heads)), tokens
+
+    def vectors_of(step):
+        return memory.vectors.at[own * 2 + lax.rem(step, i32(2))]
+
+    def start(step):
+        b, h, tokens = place_of(step)
+        key_head = lax.div(h, i32(groups))
+        vectors = given.vectors.at[b, h, chunk_of(step), pl.ds(LOG, _USED)]
+        plgpu.copy_gmem_to_smem(given.k.at[b, tokens, key_head], k, arrived)
+        plgpu.copy_gmem_to_smem(vectors, vectors_of(step), arrived)
+        plgpu.copy_gmem_to_smem(given.q.at[b, tokens, key_head], q, arrived)
+
+    def count(step):
+        flags.count(counters, chunk_of(step))
+
+    pl.when(steps > 0)(lambda: start(i32(0)))
+
+    @pl.loop(0, steps)
+    def _(step):
+        vectors = vectors_of(step)
+        plgpu.barrier_wait(arrived)
+
+        def products(kk_acc, qk_acc):
+            plgpu.wgmma(kk_acc, k, transposed(k))
+            plgpu.wgmma(qk_acc, q, transposed(k))
+            decays = decay(vectors, LOG)
+            kk = plgpu.wgmma_accumulator_load(kk_acc, wait_n=1)
+            below = jnp.where(index(1) < index(0), decays, 0.0)
+            a[...] = (kk * below * along_rows(vectors, BETA - LOG)).astype(jnp.float16)
+            scores = plgpu.wgmma_accumulator_load(qk_acc) * (decays * scale)
+            # Nothing reads q and k any more, nor the last chunk's results.
+            plgpu.wait_smem_to_gmem(0)
+            pl.when(step > 0)(lambda: count(step - 1))
+            pl.when(step + 1 < steps)(lambda: start(step + 1))
+            p[...] = scores.astype(jnp.bfloat16)
+
+        pl.run_scoped(products, accumulator(), accumulator())
+        invert(a, x, vectors, scaled)
+        proxy_fence()
+        warpgroup_barrier()
+        b, h, tokens = place_of(step)
+        plgpu.copy_smem_to_gmem(scaled, results.x.at[b, h, tokens])
+        plgpu.copy_smem_to_gmem(p, results.p.at[b, h, tokens])
+
+    plgpu.wait_smem_to_gmem(0)
+    pl.when(steps > 0)(lambda: count(steps - 1))
