@@ -24,7 +24,7 @@ from burst_jax import linear
 from burst_jax.command_line import integer
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.linear.exchange import Maps, arriving
-from burst_jax.linear.runs import device_runs
+from burst_jax.linear.runs import DeviceRuns, device_runs
 
 ONE = "one GPU"
 EXCHANGE = "exchange of maps"
@@ -60,6 +60,7 @@ def program(layout: str, mesh: Mesh, *, backward: bool) -> Callable[..., Any]:
 def exchange(layout: str, mesh: Mesh, sizes: Sizes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The exchange alone, and its arrays."""
     runs = device_runs(parse_layout(layout), ("seq",), mesh.size, "this benchmark")
+    assert isinstance(runs, DeviceRuns)
 
     def run(m: Any, u: Any) -> Any:
         return arriving(runs, Maps(m, u))

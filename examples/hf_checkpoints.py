@@ -18,7 +18,8 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from run_options import IGNORE_HELP, RunConfig, make_lora, model_options
+from run_model import make_lora, model_options
+from run_options import IGNORE_HELP, RunConfig
 
 from burst_jax import ShardingRules, models
 from burst_jax.command_line import file_or_folder, folder

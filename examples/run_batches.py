@@ -73,6 +73,7 @@ def place(
             layout="balanced",
             num_shards=n,
             local_window_sizes=config.local_window_sizes,
+            linear_attention=config.has_linear_attention,
             process_local=True,
         )
     else:
@@ -143,6 +144,7 @@ def _with_tables(batch: Any, layout: str, config: DecoderConfig) -> Any:
         padding,
         batch["document_tables"].num_shards,
         local_window_sizes=config.local_window_sizes,
+        linear_attention=config.has_linear_attention,
     )
 
     def of_table(x: np.ndarray, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

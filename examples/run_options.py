@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
+from run_model import (
+    FULL_ATTENTION_INTERVAL,
+    MIXERS,
+    check_hybrid,
+    check_split,
+    make_config,
+)
 
 from burst_jax.command_line import Parser, file_or_folder
 from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
 from burst_jax.errors import MAX_BATCH, check_positive, did_you_mean
 from burst_jax.layouts.parse import LAYOUTS, parse_layout
-from burst_jax.models import DecoderConfig, DeltaNet, Lora, check_trained_length, load_config
+from burst_jax.models import (
+    DecoderConfig,
+)
 from burst_jax.models.config import Remat
-from burst_jax.models.hf.peft import check_base
 from burst_jax.parallel.mesh_option import mesh_of_option
 from burst_jax.training.adam import Moments
 from pallas_kernels import NAMES
@@ -34,7 +41,7 @@ DEFAULTS = {
 AT_LEAST_1 = (
     "seq_len", "batch", "steps", "keep", "accumulate", "microbatches", "vocab_size", "mlp_chunks",
     "lora_rank",
-    "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
+    "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim", "full_attention_interval",
 )  # fmt: skip
 AT_LEAST_0 = ("sample_tokens", "seed", "checkpoint_every", "profile", "eval_batches")
 # A seed has 32 bits. The others are larger than any use: a sample is one program, a batch has a
@@ -49,9 +56,9 @@ HELD_OUT = 0.05
 SAMPLE_CONTEXT = 256
 # Defined by --model.
 MODEL_OPTIONS = (
-    "vocab_size", "layers", "mixer", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim",
+    "vocab_size", "layers", "mixer", "full_attention_interval", "embed_dim", "heads", "kv_heads",
+    "head_dim", "mlp_dim",
 )  # fmt: skip
-MIXERS = ("attention", "delta-net")
 IGNORE_HELP = "keys of its config.json and tensors that do not change the computation"
 # Peak learning rates of full fine-tuning and of LoRA.
 FINE_TUNING_LR = 2e-5
@@ -117,7 +124,14 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--ignore", nargs="+", default=[], metavar="KEY", help=IGNORE_HELP)
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
-    add("--mixer", choices=MIXERS, help="of tokens: softmax or Gated DeltaNet (default: attention)")
+    add(
+        "--mixer", choices=MIXERS,
+        help="of tokens: softmax attention, Gated DeltaNet, or layers of both (default: attention)",
+    )  # fmt: skip
+    add(
+        "--full-attention-interval", type=int, metavar="N",
+        help=f"of hybrid: each Nth layer is softmax attention (default: {FULL_ATTENTION_INTERVAL})",
+    )  # fmt: skip
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
     add("--heads", type=int, help=f"query heads, or value heads of delta-net {default('heads')}")
     add("--kv-heads", type=int, help=f"key/value heads, or key heads {default('kv_heads')}")
@@ -233,6 +247,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
         raise ValueError(f"--ignore is {' '.join(args.ignore)}: it needs --model")
     check_lora(args)
     args.mixer = args.mixer or "attention"
+    check_hybrid(args)
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, values[jax.default_backend() != "cpu"])
@@ -299,7 +314,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     try:
         config = make_config(args, tokens)
     except (ValueError, NotImplementedError) as error:
-        names = {"num_layers": "--layers", "delta_net": "--mixer delta-net"}
+        names = {"num_layers": "--layers", "delta_net": f"--mixer {args.mixer}"}
         names |= {name: flag(name) for name in REMAT_OPTIONS}
         raise type(error)(in_flags(error, **names)) from error
     if args.expert_axes is not None and config.experts is None:
@@ -328,77 +343,6 @@ def check_lora(args: argparse.Namespace) -> None:
         )
 
 
-def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> None:
-    """Raises ValueError if the mesh cannot shard the model, in terms of the command line."""
-    if config.delta_net is not None:
-        check_delta_net(args, config.delta_net, mesh)
-        heads, kind = config.delta_net.num_heads, "value heads"
-    else:
-        heads, kind = config.num_heads, "query heads"
-    of_weights = ("fsdp", "outer", "inner", "seq", "heads", "stage")
-    if args.weights == "replicated":
-        of_weights = ()
-    for option, what, size, axes in (
-        ("--layers", "layers", config.num_layers, ("stage",)),
-        ("--heads", kind, heads, ("heads", "tensor")),
-        ("--mlp-dim", "hidden features", config.mlp_dim, ("tensor",)),
-        # Without --model it is rounded up to a multiple of 128.
-        (None, "token ids", config.vocab_size, ("tensor",)),
-        (
-            "--embed-dim",
-            "features",
-            config.embed_dim,
-            of_weights,
-        ),
-    ):
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        if size % count:
-            split = " x ".join(
-                f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1
-            )
-            remedy = "use another --mesh"
-            if option is not None and args.model is None:
-                remedy += f", or {option} {-(-size // count) * count}"
-            raise ValueError(
-                f"{_size(args, option, size, what)}: --mesh shards them over {split}, but {count} "
-                f"does not divide {size}; {remedy}"
-            )
-    if config.delta_net is not None:
-        return
-    heads = config.num_kv_heads
-    for axis in ("tensor", "heads"):
-        size = mesh.shape[axis]
-        if heads % size and size % heads:
-            per_device = " on each device" * (axis == "heads" and mesh.shape["tensor"] > 1)
-            raise ValueError(
-                f"{_size(args, '--kv-heads', heads, 'key/value heads')}{per_device}: --mesh has "
-                f"{axis}={size}, and one of the two numbers must divide the other; use another "
-                "--mesh" + ", or other --kv-heads" * (args.model is None)
-            )
-        heads = max(1, heads // size)
-
-
-def check_delta_net(args: argparse.Namespace, sizes: DeltaNet, mesh: Mesh) -> None:
-    """Raises ValueError if the mesh cannot shard Gated DeltaNet layers."""
-    if mesh.shape["heads"] > 1:
-        raise ValueError(
-            f"--mesh has heads={mesh.shape['heads']}, over which softmax attention alone exchanges "
-            "heads: with --mixer delta-net use seq or tensor"
-        )
-    if sizes.num_key_heads % (count := mesh.shape["tensor"]):
-        raise ValueError(
-            f"--kv-heads is {sizes.num_key_heads}: --mesh has tensor={count}, which shards the key "
-            f"heads of --mixer delta-net; use a multiple of {count}, or another --mesh"
-        )
-
-
-def _size(args: argparse.Namespace, option: str | None, size: int, what: str) -> str:
-    """A size of the model, by the option that defines it."""
-    if args.model is not None:
-        return f"--model has {size} {what}"
-    return f"the model has {size} {what}" if option is None else f"{option} is {size}"
-
-
 def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:
     """The tokenizer of the text; raises ValueError for one with token arrays, or none."""
     if not corpus.reader.is_text:
@@ -423,74 +367,6 @@ def tokenizer_of(args: argparse.Namespace) -> TokenizerFile:
     except (ValueError, OSError) as error:
         given = "--model" if args.tokenizer is None else "--tokenizer"
         raise ValueError(in_flags(error, path=given)) from error
-
-
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options for loading ``--model``: trained weights are float32, frozen ones ``--dtype``."""
-    return {
-        "dtype": jnp.dtype(args.dtype),
-        "param_dtype": jnp.dtype("float32" if args.lora_rank is None else args.dtype),
-        "remat": args.remat,
-        "remat_layers": args.remat_layers,
-        "mlp_chunks": args.mlp_chunks,
-        "ignore": args.ignore,
-    }
-
-
-def make_lora(args: argparse.Namespace) -> Lora | None:
-    """The LoRA configuration, or None."""
-    if args.lora_rank is None:
-        return None
-    return Lora(args.lora_rank, args.lora_alpha, args.lora_targets or ".*")
-
-
-def make_config(
-    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | None
-) -> DecoderConfig:
-    """The model's config; raises ValueError for inconsistent sizes or no vocabulary size."""
-    if args.model is not None:
-        config = load_config(args.model, **model_options(args))
-        check_trained_length(config, "--seq-len", args.seq_len)
-        if args.lora_export == "adapter":
-            check_base(config, args.model)
-        return dataclasses.replace(config, lora=make_lora(args))
-    mlp_dim = args.mlp_dim
-    if mlp_dim is None:
-        mlp_dim = -(-args.embed_dim * 8 // (3 * 64)) * 64
-    vocabulary = args.vocab_size
-    if vocabulary is None:
-        if tokens is None:
-            raise ValueError("--vocab-size is missing: --data holds tokens without a tokenizer")
-        vocabulary = tokens.vocab_size
-    elif tokens is not None and vocabulary < tokens.vocab_size:
-        raise ValueError(
-            f"--vocab-size is {vocabulary}: the tokenizer makes ids up to {tokens.vocab_size - 1}; "
-            f"use {tokens.vocab_size} or more, or leave it out"
-        )
-    if args.heads % args.kv_heads:
-        raise ValueError(
-            f"--heads is {args.heads}, --kv-heads {args.kv_heads}: use a multiple of --kv-heads"
-        )
-    if args.head_dim % 2 and args.mixer == "attention":
-        raise ValueError(
-            f"--head-dim is {args.head_dim}: RoPE rotates pairs of features, so it must be even"
-        )
-    heads, kv_heads, size = args.heads, args.kv_heads, args.head_dim
-    mixer: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
-    if args.mixer == "delta-net":
-        mixer = {"delta_net": DeltaNet(heads, kv_heads, size, size)}
-    return DecoderConfig(
-        # A multiple of 128, so that common tensor axes divide it.
-        vocab_size=-(-vocabulary // 128) * 128,
-        num_layers=args.layers,
-        embed_dim=args.embed_dim,
-        **mixer,
-        mlp_dim=mlp_dim,
-        dtype=jnp.dtype(args.dtype),
-        remat=args.remat,
-        remat_layers=args.remat_layers,
-        mlp_chunks=args.mlp_chunks,
-    )
 
 
 def attention_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -86,7 +86,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
     "seq_len", "batch", "text_key", "packing", "steps", "seed", "model", "moment_dtype",
-    "lora_rank", "lora_alpha", "lora_targets", "mixer",
+    "lora_rank", "lora_alpha", "lora_targets", "mixer", "full_attention_interval",
 )  # fmt: skip
 # Arguments that old checkpoints lack.
 IMPLIED = {"moment_dtype": "float32", "text_key": "text", "mixer": "attention"}

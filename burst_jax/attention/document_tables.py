@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.tables import DIMENSIONS, DocumentTables, MaskTables, mask_name
 from burst_jax.ring.request import Request
 
@@ -31,18 +32,7 @@ def table_arrays(
     """
     if tables is None:
         return {}
-    if not isinstance(tables, DocumentTables):
-        raise ValueError(
-            f"document_tables is a {type(tables).__name__}: it must be what make_batch returned as "
-            "batch['document_tables'], or burst_jax.layouts.document_tables"
-        )
-    layout, n = request.layout.name, request.ring_size
-    if (tables.layout, tables.num_shards) != (layout, n):
-        raise ValueError(
-            f"document_tables are those of layout {tables.layout!r} over {tables.num_shards} "
-            f"shards, and the call has layout {layout!r} over {n}: make the batch and the model "
-            "with the same layout and number of shards"
-        )
+    check_tables(tables, request.layout, request.ring_size)
     mask = request.spec.mask
     if mask_name(mask.left, mask.right) not in tables.masks:
         raise ValueError(
@@ -62,6 +52,21 @@ def table_arrays(
                 "the tables of this batch"
             )
     return {_PREFIX + name: x for name, x in found._asdict().items() if x is not None}
+
+
+def check_tables(tables: Any, layout: Layout, n: int) -> None:
+    """Raises ValueError unless tables are those of this layout over n shards."""
+    if not isinstance(tables, DocumentTables):
+        raise ValueError(
+            f"document_tables is a {type(tables).__name__}: it must be what make_batch returned as "
+            "batch['document_tables'], or burst_jax.layouts.document_tables"
+        )
+    if (tables.layout, tables.num_shards) != (layout.name, n):
+        raise ValueError(
+            f"document_tables are those of layout {tables.layout!r} over {tables.num_shards} "
+            f"shards, and the call has layout {layout!r} over {n}: make the batch and the model "
+            "with the same layout and number of shards"
+        )
 
 
 def tables_of(arrays: Any) -> MaskTables | None:

@@ -21,6 +21,7 @@ from burst_jax.errors import check_integer, check_positive
 from burst_jax.layers.nnx_layer import KERNEL_INIT, project
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -99,7 +100,7 @@ class GatedDeltaNet(nnx.Module):
       seq_axis: the mesh axes that shard the tokens; None if none does.
       batch_axis: the mesh axes that shard the batch.
       tensor_axis: the mesh axes that shard the heads, K and N.
-      layout: "contiguous" or "zigzag".
+      layout: "contiguous" or "zigzag", or "balanced:z", of a batch.
       padding_id: the segment id of padding.
       implementation: that of the gated delta rule, "mosaic_sm90", "mosaic_sm80" or "xla"; None is
         the fastest that supports the call.
@@ -188,6 +189,8 @@ class GatedDeltaNet(nnx.Module):
         x: jax.Array,
         positions: jax.Array | np.ndarray | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        document_tables: DocumentTables | None = None,
     ) -> jax.Array:
         """Mixes the tokens of the whole sequence.
 
@@ -198,6 +201,7 @@ class GatedDeltaNet(nnx.Module):
             checks their order as :class:`burst_jax.BurstAttention` does. None checks nothing.
           segment_ids: integers ``[B, T]`` in the order of the tokens, an id per document, and
             ``padding_id`` for padding; None is one document.
+          document_tables: those of :func:`burst_jax.linear.gated_delta_rule`, in a balanced layout.
 
         Returns:
           ``[B, T, out_features]`` in the dtype of the computation; 0 for padding.
@@ -206,9 +210,9 @@ class GatedDeltaNet(nnx.Module):
           ValueError: wrong shapes or dtypes, or positions in another order than the tokens. Under
             ``jit`` the values of positions are unknown: a sequence with such positions becomes NaN
             instead.
-          NotImplementedError: a striped or balanced layout.
+          NotImplementedError: a striped layout.
         """
-        out = self.mix(x, segment_ids)
+        out = self.mix(x, segment_ids, document_tables)
         options = dict(self.options) | {"is_causal": True}
         if positions is None or self._mesh() is None:
             return out
@@ -216,9 +220,14 @@ class GatedDeltaNet(nnx.Module):
             segment_ids = with_padding_zero("segment_ids", segment_ids, options["padding_id"])
         return reject_wrong_order(out, positions, segment_ids, options)
 
-    def mix(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    def mix(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        document_tables: DocumentTables | None = None,
+    ) -> jax.Array:
         """As a call without positions."""
-        return self._mix(x, segment_ids)[0]
+        return self._mix(x, segment_ids, document_tables)[0]
 
     def prefill(
         self, x: jax.Array, segment_ids: jax.Array | None = None
@@ -235,7 +244,7 @@ class GatedDeltaNet(nnx.Module):
           ``(out, state)``.
 
         Raises:
-          NotImplementedError: inside a ``shard_map``.
+          NotImplementedError: inside a ``shard_map``, or a balanced layout.
         """
         options = dict(self.options)
         if inside_shard_map(options["seq_axis"]):
@@ -319,7 +328,12 @@ class GatedDeltaNet(nnx.Module):
         )
 
     def _mix(
-        self, x: jax.Array, segment_ids: jax.Array | None, *, return_state: bool = False
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None,
+        document_tables: DocumentTables | None = None,
+        *,
+        return_state: bool = False,
     ) -> tuple[jax.Array, jax.Array | None]:
         """``(out, state)`` of the call; the state is None unless requested."""
         if x.ndim != 3:
@@ -336,6 +350,7 @@ class GatedDeltaNet(nnx.Module):
             }
         else:
             self._check_explicit_heads()
+        options |= {"segment_ids": segment_ids, "document_tables": document_tables}
         layer = gather_explicit(self)
         if inside:
             layer._check_local_heads()
@@ -344,15 +359,15 @@ class GatedDeltaNet(nnx.Module):
             inputs = project(linear, x)
             flat = inputs.reshape(*inputs.shape[:2], -1)
             weight = taps[...].reshape(taps.shape[0], -1)
-            out = short_convolution(flat, weight, segment_ids=segment_ids, **options)
+            out = short_convolution(flat, weight, **options)
             return jax.nn.silu(out).reshape(inputs.shape)
 
         query = unit(convolved(layer.query, layer.query_conv))
         key = unit(convolved(layer.key, layer.key_conv))
         value = convolved(layer.value, layer.value_conv)
         found = gated_delta_rule(
-            query, key, value, *layer.gates(x), segment_ids=segment_ids,
-            implementation=implementation, return_final_state=return_state, **options,
+            query, key, value, *layer.gates(x), implementation=implementation,
+            return_final_state=return_state, **options,
         )  # fmt: skip
         out, state = found if isinstance(found, tuple) else (found, None)
         return layer._output(out, x), state

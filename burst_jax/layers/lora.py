@@ -16,7 +16,7 @@ import math
 import numbers
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -143,15 +143,13 @@ class Lora:
         return math.sqrt(self.rank) if self.rank_stabilized else self.rank
 
 
-def init_adapters(projections: Mapping[str, Linear], lora: Lora, rngs: nnx.Rngs) -> None:
-    """Adds adapters to a layer's projections by name. B is zero, so the outputs do not change.
+def init_adapters(projections: Iterable[Linear], lora: Lora, rngs: nnx.Rngs) -> None:
+    """Adds adapters to projections. B is zero, so the outputs do not change.
 
     Raises:
       ImportError: the library qwix is missing.
-      ValueError: ``lora`` names a projection that the layer lacks.
     """
-    for name in lora.among(projections):
-        linear = projections[name]
+    for linear in projections:
         set_adapter(linear, *_initial_adapter(linear, lora, rngs), lora.scale)
 
 

@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec
 
 from burst_jax.errors import check_integer, shown
 from burst_jax.layouts.balanced_layout import Balanced
+from burst_jax.layouts.checksums import checksums
 from burst_jax.layouts.parse import LayoutLike, parse_layout
+from burst_jax.layouts.run_tables import (
+    RUN_DIMENSIONS,
+    RunTables,
+    is_on_several_shards,
+    run_tables,
+)
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.arrays import as_int32
 
@@ -69,6 +76,7 @@ DIMENSIONS = {
     "gather_order": "B o z",
     "kv_ranges": "B s e T",
     "own_ranges": "B e T",
+    **RUN_DIMENSIONS,
 }
 
 
@@ -90,6 +98,10 @@ class DocumentTables:
       gather_order: int32 ``[B, 2, n z]``, or None.
       kv_ranges: of each mask by :func:`mask_name`; empty without a gathered zone.
       own_ranges: the same, for the masks that need one.
+      run_checksums: see :class:`burst_jax.layouts.run_tables.RunTables`, like the next two; None
+        unless they are requested, for linear attention.
+      runs: int32 ``[B, 3, n R]``, or None.
+      run_order: int32 ``[B, 3, n R]``, or None.
     """
 
     layout: str = dataclasses.field(metadata={"static": True})
@@ -100,6 +112,9 @@ class DocumentTables:
     gather_order: Any
     kv_ranges: dict[str, Any]
     own_ranges: dict[str, Any]
+    run_checksums: Any = None
+    runs: Any = None
+    run_order: Any = None
 
     def of_mask(self, name: str) -> MaskTables:
         """The tables of one of :attr:`masks`."""
@@ -110,6 +125,12 @@ class DocumentTables:
             self.kv_ranges.get(name),
             self.own_ranges.get(name),
         )
+
+    def of_runs(self) -> RunTables | None:
+        """The tables of linear attention; None if there are none."""
+        if self.run_checksums is None:
+            return None
+        return RunTables(self.run_checksums, self.runs, self.run_order)
 
     def specs(self, batch_axis: AxisNames, seq_axis: AxisNames) -> DocumentTables:
         """The sharding of each table: the batch, and the tokens of those that have T."""
@@ -142,19 +163,6 @@ def needs_own_ranges(left: int | None, right: int | None) -> bool:
     return left is not None or right not in (None, 0)
 
 
-def checksums(segment_ids: Any, positions: Any, xp: Any) -> Any:
-    """uint32 ``[...]`` of int32 ``[..., tokens]``, by ``xp`` (NumPy or JAX's).
-
-    Hashes are summed, not the numbers, whose sums may be equal for other documents.
-    """
-    index = np.arange(segment_ids.shape[-1], dtype=np.uint32)
-    ids, positions = (x.astype(np.uint32) for x in (segment_ids, positions))
-    bits = ids * np.uint32(0x9E3779B1) + positions * np.uint32(0x85EBCA77)
-    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x2C1B3C6D) + index * np.uint32(0xC2B2AE3D)
-    bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0x297A2D39)
-    return xp.sum(bits ^ (bits >> np.uint32(16)), -1, dtype=np.uint32)
-
-
 def document_tables(
     layout: LayoutLike,
     segment_ids: np.ndarray,
@@ -163,6 +171,8 @@ def document_tables(
     *,
     is_causal: bool = True,
     local_window_sizes: Sequence[Any] = (None,),
+    linear_attention: bool = False,
+    agree: Callable[[int], int] = int,
 ) -> DocumentTables:
     """The tables of a balanced batch, in NumPy.
 
@@ -174,7 +184,11 @@ def document_tables(
       num_shards: number of shards on the ring, n.
       is_causal: as of the attention.
       local_window_sizes: the windows of all layers, each an argument ``local_window_size`` of
-        :func:`burst_jax.burst_attention`, without arrays.
+        :func:`burst_jax.burst_attention`, without arrays. None at all for a model without softmax
+        attention.
+      linear_attention: whether there are tables for linear attention, too.
+      agree: as of :meth:`burst_jax.layouts.Layout.order_of`, for the number of runs of a shard, on
+        which the shape of the tables for linear attention depends.
 
     Returns:
       The :class:`DocumentTables`.
@@ -206,15 +220,19 @@ def document_tables(
     masks = [_sides(window, is_causal) for window in local_window_sizes]
     kernels = dict.fromkeys(mask for mask in masks if needs_own_ranges(*mask))
     slices = zone_slices(zone, n, ids.shape[1] // n) if n > 1 else []
+    sequences = list(_rows(ids, positions))
     rows = [
         _tables_of_row(row, n, zone, slices, list(dict.fromkeys(masks)), list(kernels))
-        for row in _rows(ids, positions)
+        for row in sequences
     ]
     _check_placed(parsed, [row["contradicts"] for row in rows])
 
     def stacked(name: str) -> Any:
         return jax.tree.map(lambda *x: np.stack(x), *(row[name] for row in rows))
 
+    runs: RunTables | tuple[()] = ()
+    if linear_attention:
+        runs = run_tables(ids, np.stack([row.keys for row in sequences]), n, zone, agree)
     by_shard = (len(ids), n, -1)
     return DocumentTables(
         layout=parsed.name,
@@ -225,6 +243,7 @@ def document_tables(
         gather_order=stacked("gather_order") if slices else None,
         kv_ranges=stacked("kv_ranges"),
         own_ranges=stacked("own_ranges"),
+        **(runs._asdict() if runs else {}),
     )
 
 
@@ -285,7 +304,7 @@ def _tables_of_row(
     """The tables of one sequence, and whether it contradicts the layout."""
     by_shard = row.keys.reshape(n, -1)
     in_zone = np.arange(by_shard.shape[1]) >= by_shard.shape[1] - zone
-    several = _is_on_several_shards(row.ids, n)
+    several = is_on_several_shards(row.ids, n)
     outside = (several.reshape(n, -1) & ~in_zone).any()
     is_split = several & bool(slices)
     limits = {mask: row.limits(mask)[:, is_split] for mask in masks if slices}
@@ -319,18 +338,6 @@ def _own_ranges(row: _Row, by_shard: np.ndarray, mask: Sides) -> np.ndarray:
     limits = row.limits(mask).reshape(2, *by_shard.shape).swapaxes(0, 1)
     found = [np.searchsorted(*each) for each in zip(by_shard, limits, strict=True)]
     return np.where(row.ids == 0, 0, np.concatenate(found, 1)).astype(np.int32)
-
-
-def _is_on_several_shards(ids: np.ndarray, n: int) -> np.ndarray:
-    """Bool ``[T]``, whether a token's document has tokens on several shards."""
-    order = np.argsort(ids, kind="stable")
-    shard, own = order // (len(ids) // n), ids[order]
-    first = np.flatnonzero(np.diff(own, prepend=own[:1] - 1))
-    size = np.diff(first, append=len(ids))
-    several = shard[first] != shard[first + size - 1]
-    result = np.empty(len(ids), bool)
-    result[order] = np.repeat(several, size)
-    return result & (ids != 0)
 
 
 def _check_placed(layout: Balanced, contradicts: list[bool]) -> None:

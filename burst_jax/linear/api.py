@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from burst_jax.attention.segment_ids import check_ids, check_padding_id
 from burst_jax.attention.validation import check_bool, check_scale
 from burst_jax.layouts.parse import LayoutLike
+from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import convolution, delta_rule
 from burst_jax.linear.arrays import (
     DIMENSIONS,
@@ -24,6 +25,7 @@ from burst_jax.linear.arrays import (
     without_absent,
 )
 from burst_jax.linear.devices import Devices, Watched
+from burst_jax.linear.document_tables import check_no_states, run_arrays
 from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.linear.choice import check as check_implementation
 
@@ -40,6 +42,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     segment_ids: jax.Array | None
     padding_id: int
+    document_tables: DocumentTables | None
     initial_state: jax.Array | None
     implementation: str | None
 
@@ -100,6 +103,7 @@ def gated_delta_rule(
     scale: float | None = None,
     segment_ids: jax.Array | None = None,
     padding_id: int = 0,
+    document_tables: DocumentTables | None = None,
     initial_state: jax.Array | None = None,
     return_final_state: bool = False,
     implementation: str | None = None,
@@ -130,13 +134,17 @@ def gated_delta_rule(
       seq_axis: the mesh axis that shards T, or a tuple of them; None if none does.
       batch_axis: the mesh axes that shard B.
       tensor_axis: the mesh axes that shard the heads, K and N.
-      layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.fixed`).
+      layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.fixed`); "balanced:z" of a batch.
       scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
       segment_ids: integers ``[B, T]``, an id per document. The state is zero at the beginning of
         each document but the first one of a sequence, which continues ``initial_state``. None is
         one document.
       padding_id: the id of padding, which may also be inside a document. It leaves the state
         unchanged, its output is 0, and its arrays may hold anything. Default 0.
+      document_tables: in a balanced layout over several devices, the tables that
+        :func:`burst_jax.training.make_batch` returns in the batch with ``linear_attention=True``,
+        or :func:`burst_jax.layouts.document_tables`. A sequence with the tables of other documents
+        becomes NaN.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
       implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16 and
@@ -150,8 +158,9 @@ def gated_delta_rule(
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
-      NotImplementedError: a layout without long runs of tokens on a device (striped, balanced), a
-        decay per key channel, or what the named implementation does not support.
+      NotImplementedError: a layout without long runs of tokens on a device (striped), an initial or
+        a final state in a balanced layout, a decay per key channel, or what the named
+        implementation does not support.
     """
     Watched(
         mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id, scale,
@@ -171,6 +180,8 @@ def gated_delta_rule(
         "gated_delta_rule", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
         batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,
     )  # fmt: skip
+    states = {"initial_state": initial_state is not None, "return_final_state": return_final_state}
+    check_no_states(devices, **states)
     request = delta_rule.Request(
         devices.runs(),
         check_scale(scale, sizes["H"]),
@@ -178,6 +189,7 @@ def gated_delta_rule(
         check_implementation(implementation),
     )
     devices.check_length(sizes["T"], "value")
+    arrays |= run_arrays(devices, document_tables, arrays, sizes["B"])
     results = (OUT, STATE) if return_final_state else (OUT,)
     found = devices.run(delta_rule.in_shard, request, arrays, results)
     return (found[0], found[1]) if return_final_state else found[0]
@@ -242,6 +254,7 @@ def short_convolution(
     layout: LayoutLike = "contiguous",
     segment_ids: jax.Array | None = None,
     padding_id: int = 0,
+    document_tables: DocumentTables | None = None,
 ) -> jax.Array:
     r"""Causal depthwise convolution over the tokens of sequences that devices share.
 
@@ -261,17 +274,19 @@ def short_convolution(
       seq_axis: the mesh axes that shard T.
       batch_axis: the mesh axes that shard B.
       tensor_axis: the mesh axes that shard F.
-      layout: "contiguous" or "zigzag".
+      layout: "contiguous" or "zigzag", or "balanced:z", of a batch.
       segment_ids: integers ``[B, T]``, an id per document. A tap on another document, or on
         padding, reads zero. None is one document.
       padding_id: the id of padding. Its output is 0, and it may hold anything. Default 0.
+      document_tables: as in :func:`gated_delta_rule`. A balanced batch has no padding in documents:
+        a tap reads the token that is so many places before in the document.
 
     Returns:
       ``[B, T, F]`` in the dtype of ``x``, accumulated in float32, and sharded like it.
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
-      NotImplementedError: a layout without long runs of tokens on a device (striped, balanced).
+      NotImplementedError: a layout without long runs of tokens on a device (striped).
     """
     Watched(mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id).watch(
         "short_convolution", x, axis_name
@@ -289,4 +304,5 @@ def short_convolution(
     )  # fmt: skip
     request = convolution.Request(devices.runs(), padding_id)
     devices.check_length(sizes["T"], "x")
+    arrays |= run_arrays(devices, document_tables, arrays, sizes["B"])
     return devices.run(convolution.in_shard, request, arrays, ("B T F",))[0]

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.attention.validation import FLOAT_DTYPES, check_is_array
+from burst_jax.layouts.run_tables import RUN_DIMENSIONS
 
 # Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values, W
-# taps of a convolution, F its features.
+# taps of a convolution, F its features. Those of the tables of a balanced batch are on the mesh.
 DIMENSIONS = {
     "query": "B T K H",
     "key": "B T K H",
@@ -23,6 +24,7 @@ DIMENSIONS = {
     "initial_state": "B N H Hv",
     "x": "B T F",
     "weight": "W F",
+    **RUN_DIMENSIONS,
 }
 # Of gated_delta_rule_step: one token of each sequence.
 STEP = {

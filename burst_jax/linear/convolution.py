@@ -13,7 +13,8 @@ from jax import lax
 
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import permuted
-from burst_jax.linear.runs import DeviceRuns
+from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
+from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others, tokens_before
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.device import Target
 from pallas_kernels.linear.chunks import Tokens
@@ -23,7 +24,7 @@ from pallas_kernels.linear.chunks import Tokens
 class Request:
     """Everything static of a call. Hashable."""
 
-    runs: DeviceRuns
+    runs: DeviceRuns | DocumentRuns
     padding_id: int
 
 
@@ -35,6 +36,8 @@ def in_shard(
     runs = request.runs
     over = [lax.axis_index(name) for name in runs.axes]
     arrays = vary(dict(arrays), varying_axes(arrays, over))
+    if isinstance(runs, DocumentRuns):
+        return (_of_documents(runs, arrays, request.padding_id),)
     x, weight, tokens = runs.split(arrays["x"]), arrays["weight"], None
     if "segment_ids" in arrays:
         tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
@@ -42,6 +45,41 @@ def in_shard(
     halo = weight.shape[0] - 1
     with_halo = _with_halo(runs, (x, tokens), halo) if halo else (x, tokens)
     return (runs.join(_convolved(*with_halo, weight)),)
+
+
+def _of_documents(
+    runs: DocumentRuns, arrays: Mapping[str, jax.Array], padding_id: int
+) -> jax.Array:
+    """In a balanced batch: a device's tokens, then again the first ones of each run.
+
+    These read what the run's document has before it, wherever that is.
+    """
+    ids = arrays["segment_ids"] - jnp.int32(padding_id)  # In the tables padding is 0.
+    wrong = are_of_others(arrays["run_checksums"], ids)
+    weight, valid = arrays["weight"], ids != 0
+    x = jnp.where(valid[..., None], arrays["x"], jnp.zeros((), arrays["x"].dtype))
+    halo, zone = weight.shape[0] - 1, runs.zone
+    begins = jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
+    if not (halo and zone):
+        tree = (x, Tokens(begins, valid))
+        y = _convolved(*(_with_halo(ALONE, tree, halo) if halo else tree), weight)
+        return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, y.dtype), y)
+    of_split = SplitRuns.of(arrays)
+    slots = Slots.of(of_split, zone, min(halo, zone))
+    begins = begins.at[:, -zone:].set(begins[:, -zone:] | slots.begins)
+    y = _convolved(*_with_halo(ALONE, (x, Tokens(begins, valid)), halo), weight)
+    before, exists = tokens_before(runs, of_split, x[:, -zone:], halo)
+    batch, count = of_split.shape
+    flat = batch * count, -1
+    firsts = slots.cut(x[:, -zone:]).reshape(*flat, x.shape[2])
+    valid = jnp.concatenate([exists.reshape(flat), slots.used.reshape(flat)], 1)
+    tokens = Tokens(jnp.zeros_like(valid), valid)
+    before = before.reshape(batch * count, halo, x.shape[2])
+    of_firsts = _convolved(jnp.concatenate([before, firsts], 1), tokens, weight)
+    of_firsts = slots.pasted(of_firsts.reshape(batch, -1, x.shape[2]))
+    of_zone = jnp.where(slots.has[..., None], of_firsts, y[:, -zone:])
+    y = y.at[:, -zone:].set(of_zone)
+    return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, y.dtype), y)
 
 
 # What the sum is computed from is an input: saved would be float32 copies of it.

@@ -2,7 +2,8 @@
 
 Forward: the affine map of each run of tokens, an exchange of maps, the scan from the states that
 arrive. Backward: the gradient of each run's first state from its own tokens, an exchange with M
-transposed, then all gradients. A device alone needs neither map nor exchange.
+transposed, then all gradients. A device alone needs neither map nor exchange, and so do the whole
+documents of a balanced batch; the runs of its split documents are sequences of their own.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import Maps, arriving
-from burst_jax.linear.runs import DeviceRuns
+from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
+from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others
+from burst_jax.linear.split_documents import arriving as arriving_in_documents
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.device import Target, current_target
 from pallas_kernels.linear.backend import Implementation, Inputs
 from pallas_kernels.linear.choice import resolve
+from pallas_kernels.linear.chunks import Tokens
 
 # The names under which a remat policy can save results, so that no scan and no exchange runs twice:
 # jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES).
 CHECKPOINT_NAMES = ("gated_delta_rule_out", "gated_delta_rule_states", "gated_delta_rule_chunks")
+# The arguments that are arrays of tokens.
+NAMES = ("query", "key", "value", "log_decay", "beta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +42,13 @@ class Request:
     """Everything static of a call. Hashable.
 
     Attributes:
-      runs: how devices share sequences.
+      runs: how devices share sequences, or documents.
       scale: of q k.
       padding_id: the segment id of padding.
       implementation: the name of the one that the caller chose, or None.
     """
 
-    runs: DeviceRuns
+    runs: DeviceRuns | DocumentRuns
     scale: float
     padding_id: int
     implementation: str | None
@@ -49,7 +56,7 @@ class Request:
 
 def in_shard(
     request: Request, arrays: Mapping[str, jax.Array], target: Target | None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The output and the final state, from one device's arrays; inside a ``shard_map`` with axes.
 
     Args:
@@ -59,16 +66,62 @@ def in_shard(
 
     Returns:
       ``[B, T, N, Hv]``, and float32 ``[B, N, H, Hv]``, which is the same on all devices of a
-      sequence.
+      sequence; the output alone of a balanced batch.
     """
     runs = request.runs
     # Every array is marked as varying over the axes of the tokens and whatever another one varies
     # over. The transpose sums the gradient of an array that was the same on all devices.
     over = [lax.axis_index(name) for name in runs.axes]
     arrays = vary(dict(arrays), varying_axes(arrays, over))
-    inputs, start = _inputs(request, arrays), _start(runs, arrays)
-    length = inputs.v.shape[1]
     target = target or current_target()
+    if isinstance(runs, DocumentRuns):
+        return (_of_documents(request, runs, arrays, target),)
+    inputs, start = _inputs(runs, arrays, request.padding_id), _start(runs, arrays)
+    o, ends = _scanned(request, runs, inputs, start, target)
+    return runs.join(o), _final(runs, ends)
+
+
+def _of_documents(
+    request: Request, runs: DocumentRuns, arrays: Mapping[str, jax.Array], target: Target
+) -> jax.Array:
+    """The output of a balanced batch: of whole documents, and of the runs of split ones."""
+    # In the tables padding is 0.
+    ids = with_padding_zero("segment_ids", arrays["segment_ids"], request.padding_id)
+    wrong = are_of_others(arrays["run_checksums"], ids)
+    of_split, slots = None, None
+    if runs.zone:
+        of_split = SplitRuns.of(arrays)
+        slots = Slots.of(of_split, runs.zone, runs.zone)
+        ids = ids.at[:, -runs.zone :].set(jnp.where(slots.has, 0, ids[:, -runs.zone :]))
+    inputs = _inputs(ALONE, {**arrays, "segment_ids": ids}, 0)
+    o, _ = _scanned(request, ALONE, inputs, _start(ALONE, arrays), target)
+    if of_split is not None and slots is not None:
+        batch, count = of_split.shape
+        each = batch * count, runs.zone
+
+        def cut(x: jax.Array) -> jax.Array:
+            return slots.cut(x[:, -runs.zone :]).reshape(*each, *x.shape[2:])
+
+        given: Any = [cut(arrays[name]) for name in NAMES]
+        valid = slots.used.reshape(each)
+        pieces = Inputs(*given, tokens=Tokens(jnp.zeros_like(valid), valid))
+        start = jnp.repeat(_start(ALONE, arrays), count, 0)
+        of_pieces, _ = _scanned(request, runs, pieces, start, target, of_split)
+        of_pieces = of_pieces.reshape(batch, -1, *o.shape[2:])
+        o = o.at[:, -runs.zone :].add(slots.pasted(of_pieces))
+    return jnp.where(lax.expand_dims(wrong, (1, 2, 3)), jnp.asarray(jnp.nan, o.dtype), o)
+
+
+def _scanned(
+    request: Request,
+    runs: DeviceRuns | DocumentRuns,
+    inputs: Inputs,
+    start: jax.Array,
+    target: Target,
+    of_split: SplitRuns | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The output of runs in the batch, and the state after each; ``of_split`` are their tables."""
+    length = inputs.v.shape[1]
     implementation = resolve(
         request.implementation,
         platform=target.platform,
@@ -76,18 +129,16 @@ def in_shard(
         inputs=inputs,
     )
     inputs = _padded(inputs, implementation.multiple)
-    o, ends = _rule(_Rule(runs, request.scale, implementation), inputs, start)
-    return runs.join(o[:, :length]), _final(runs, ends)
+    o, ends = _rule(_Rule(runs, request.scale, implementation), inputs, start, of_split)
+    return o[:, :length], ends
 
 
-def _inputs(request: Request, arrays: Mapping[str, jax.Array]) -> Inputs:
+def _inputs(runs: DeviceRuns, arrays: Mapping[str, jax.Array], padding_id: int) -> Inputs:
     """A device's runs in the batch, with zeros in padding."""
-    runs = request.runs
-    names = ("query", "key", "value", "log_decay", "beta")
-    given: Any = [runs.split(arrays[name]) for name in names]
+    given: Any = [runs.split(arrays[name]) for name in NAMES]
     if "segment_ids" not in arrays:
         return Inputs(*given)
-    tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
+    tokens = tokens_of(runs, arrays["segment_ids"], padding_id)
     # Padding has beta 0, but 0 times infinity or NaN is NaN.
     given = [
         jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros((), x.dtype))
@@ -128,9 +179,18 @@ def _final(runs: DeviceRuns, ends: jax.Array) -> jax.Array:
 class _Rule(NamedTuple):
     """What is static in the ``custom_vjp``."""
 
-    runs: DeviceRuns
+    runs: DeviceRuns | DocumentRuns
     scale: float
     implementation: Implementation
+
+    def arriving(
+        self, maps: Maps, of_split: SplitRuns | None, *, reverse: bool = False
+    ) -> jax.Array:
+        """What arrives at each of this device's runs."""
+        if isinstance(self.runs, DocumentRuns):
+            assert of_split is not None
+            return arriving_in_documents(self.runs, of_split, maps, reverse=reverse)
+        return arriving(self.runs, maps, reverse=reverse)
 
 
 class _Residuals(NamedTuple):
@@ -141,52 +201,57 @@ class _Residuals(NamedTuple):
       kept: what the implementation keeps of it.
       start: the state before each run.
       m: of each run's map; None without an exchange.
+      of_split: the tables of the runs, of split documents.
     """
 
     inputs: Inputs
     kept: Any
     start: jax.Array
     m: jax.Array | None
+    of_split: SplitRuns | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(rule: _Rule, inputs: Inputs, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rule(
+    rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
+) -> tuple[jax.Array, jax.Array]:
     """The output and the state after each run; ``start`` is added to what arrives at each."""
-    return _forward(rule, inputs, start)[0]
+    return _forward(rule, inputs, start, of_split)[0]
 
 
 def _forward(
-    rule: _Rule, inputs: Inputs, start: jax.Array
+    rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
 ) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     runs, scale, implementation = rule
     prepared, m = implementation.prepare(inputs), None
-    if runs.total > 1:
+    if isinstance(runs, DocumentRuns) or runs.total > 1:
         m, ends = implementation.affine(inputs, prepared, start)
-        start = start + arriving(runs, Maps(m, ends))
+        start = start + rule.arriving(Maps(m, ends), of_split)
         m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
     o, last, kept = implementation.forward(inputs, prepared, start, scale)
     o = checkpoint_name(o, CHECKPOINT_NAMES[0])
     kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[2]), kept)
-    return (o, last), _Residuals(inputs, kept, start, m)
+    return (o, last), _Residuals(inputs, kept, start, m, of_split)
 
 
 def _backward(
     rule: _Rule, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[Inputs, jax.Array]:
-    runs, scale, implementation = rule
-    inputs, kept, start, m = residuals
+) -> tuple[Inputs, jax.Array, None]:
+    _, scale, implementation = rule
+    inputs, kept, start, m, of_split = residuals
     do, last = cotangents
     if inputs.tokens is not None:
         do = jnp.where(inputs.tokens.valid[..., None, None], do, jnp.zeros((), do.dtype))
     prepared = implementation.restore(inputs, kept)
     if m is not None:
         own = implementation.first_gradient(inputs, prepared, do, last, scale)
-        last = last + arriving(runs, Maps(m.swapaxes(-1, -2), own), reverse=True)
+        maps = Maps(m.swapaxes(-1, -2), own)
+        last = last + rule.arriving(maps, of_split, reverse=True)
     made = implementation.backward(inputs, prepared, start, do, last, scale)
     *gradients, first = made
     arrays = [x.astype(y.dtype) for x, y in zip(gradients, inputs[:5], strict=True)]
     no_gradient: Any = None
-    return Inputs(*arrays, tokens=no_gradient), first
+    return Inputs(*arrays, tokens=no_gradient), first, None
 
 
 _rule.defvjp(_forward, _backward)

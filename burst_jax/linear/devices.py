@@ -18,7 +18,7 @@ from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.linear.arrays import DIMENSIONS
-from burst_jax.linear.runs import DeviceRuns, device_runs
+from burst_jax.linear.runs import DeviceRuns, DocumentRuns, device_runs
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -128,7 +128,7 @@ class Devices:
         check_axes(mesh, names)
         return cls(function, mesh, seq, batch, tensor, axes_size(mesh, seq), order)
 
-    def runs(self) -> DeviceRuns:
+    def runs(self) -> DeviceRuns | DocumentRuns:
         """The runs of tokens of each device."""
         return device_runs(self.layout, self.seq, self.size, self.function)
 

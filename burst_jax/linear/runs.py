@@ -79,7 +79,31 @@ class DeviceRuns:
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def device_runs(layout: Layout, axes: tuple[str, ...], size: int, function: str) -> DeviceRuns:
+@dataclasses.dataclass(frozen=True)
+class DocumentRuns:
+    """How the devices along mesh axes share the documents of a balanced batch. Hashable.
+
+    The runs of split documents are in tables of the batch, and each is a sequence of the batch:
+    ``[B * R, zone, ...]`` (:mod:`burst_jax.linear.split_documents`).
+
+    Attributes:
+      axes: the mesh axes, outermost first.
+      size: number of devices.
+      zone: number of tokens at the end of every shard that has all runs; 0 if no document is split.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    zone: int
+
+
+# The runs of a device that needs no other one: of all its tokens.
+ALONE = DeviceRuns((), ((0,),))
+
+
+def device_runs(
+    layout: Layout, axes: tuple[str, ...], size: int, function: str
+) -> DeviceRuns | DocumentRuns:
     """The runs of a layout.
 
     Args:
@@ -90,16 +114,14 @@ def device_runs(layout: Layout, axes: tuple[str, ...], size: int, function: str)
 
     Raises:
       NotImplementedError: the devices of this layout have no long runs.
+      ValueError: a balanced layout without the size of its gathered zone.
     """
+    if size == 1:
+        return DeviceRuns(axes, ((0,),))
     shards = [layout.unit * blocks for blocks in (4, 8)]
     found = [layout.runs(shard, size) for shard in shards]
     if found[0] is None or found[1] is None:
-        raise NotImplementedError(
-            f"layout is {layout!r}: {function} does not know its documents' order on the devices "
-            "yet; make the batch in 'zigzag', from the documents and segment_ids in natural order"
-        )
-    if size == 1:
-        return DeviceRuns(axes, ((0,),))
+        return DocumentRuns(axes, size, layout.known_zone)
     starts, count = found[0], found[0].shape[1]
     if count != found[1].shape[1]:  # Longer sequences have more runs, not longer ones.
         raise NotImplementedError(

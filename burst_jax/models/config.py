@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from burst_jax.models.remat import Remat
 # Largest number of layers, each of which is listed on the host, and largest other size, int32.
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+Mixer = Literal["attention", "delta_net"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +31,35 @@ class LayerKind:
 
     Attributes:
       window: number of tokens that a token attends to, itself and those before it, or None for all.
-        (``local_window_size`` is ``(window - 1, 0)``.)
       rope: the layer's RoPE; None is the decoder's.
+      mixer: "attention" (softmax), or "delta_net", Gated DeltaNet with the decoder's sizes, which
+        has neither window nor RoPE.
 
     Raises:
-      ValueError: a window that is not from 1 to 2**31 - 1.
+      ValueError: a window that is not from 1 to 2**31 - 1, an unknown mixer, or a window or RoPE
+        of Gated DeltaNet.
     """
 
     window: int | None = None
     rope: Rope | None = None
+    mixer: Mixer = "attention"
 
     def __post_init__(self) -> None:
         if self.window is not None:
             check_integer("window", self.window, 1, MAX_SIZE)
+        if self.mixer not in (known := get_args(Mixer)):
+            raise ValueError(f"mixer is {shown(self.mixer)}: use one of {str(known)[1:-1]}")
+        for name, value in (("window", self.window), ("rope", self.rope)):
+            if self.mixer != "attention" and value is not None:
+                raise ValueError(
+                    f"{name} is {shown(value)}, and mixer {self.mixer!r}: only softmax attention "
+                    f"has one; leave it out, or use mixer='attention'"
+                )
+
+    @property
+    def local_window_size(self) -> tuple[int, int] | None:
+        """The attention's argument of this name."""
+        return None if self.window is None else (self.window - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +90,8 @@ class DecoderConfig:
         hidden features at a time. It must divide a device's tokens per sequence.
       rope: RoPE of the layers whose kind has none; None is ``Rope(rope_theta)``.
       layer_pattern: the kinds of the layers, repeated: layer i has kind ``i % len(layer_pattern)``.
+        A hybrid has layers of both mixers, like Qwen3-Next
+        ``(*[LayerKind(mixer="delta_net")] * 3, LayerKind())``.
       norm_epsilon: epsilon of all norms.
       norm_offset: added to the norms' scales, which are initialized to ``1 - norm_offset``.
       post_norms: whether the outputs of attention and feed-forward are normalized, too.
@@ -94,14 +115,15 @@ class DecoderConfig:
         :class:`burst_jax.models.FeedForward`. Default: the gated MLP.
       experts: the experts of :class:`burst_jax.models.MixtureOfExperts`, or None for other
         feed-forwards.
-      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`), which all
-        layers then have in place of softmax attention, whose fields keep their defaults. None is
-        softmax attention.
+      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`): of those whose
+        kind has this mixer, or of all layers if ``layer_pattern`` is left out. A decoder without
+        softmax attention keeps the defaults of its fields. None is softmax attention alone.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
-        fit together; a number that is not positive and finite; an unknown remat or activation; a
-        field that ``delta_net`` layers would ignore.
+        fit together; a number that is not positive and finite; an unknown remat or activation;
+        layers of Gated DeltaNet without its sizes, or sizes without layers; a field of softmax
+        attention without such layers.
       NotImplementedError: remat "half" with ``delta_net``.
     """
 
@@ -184,8 +206,7 @@ class DecoderConfig:
             check(name, _is_floating(getattr(self, name)), "use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
             check(name, getattr(self, name) in known, f"use one of {str(known)[1:-1]}")
-        if self.delta_net is not None:
-            check_config(self)
+        check_config(self)
         if self.remat_layers is None:
             return
         if self.remat != "selective":
@@ -202,49 +223,76 @@ class DecoderConfig:
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, with its RoPE."""
+        """The kind of each layer, with its RoPE if it has softmax attention."""
         default = Rope(self.rope_theta) if self.rope is None else self.rope
-        kinds = [LayerKind(kind.window, kind.rope or default) for kind in self.layer_pattern]
+        pattern = self.layer_pattern
+        if self.delta_net is not None and pattern == DecoderConfig.layer_pattern:
+            pattern = (LayerKind(mixer="delta_net"),)
+        kinds = [
+            LayerKind(kind.window, kind.rope or default) if kind.mixer == "attention" else kind
+            for kind in pattern
+        ]
         return tuple(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+
+    @functools.cached_property
+    def mixers(self) -> dict[Mixer, int]:
+        """The mixers of the layers, and the number of layers of each."""
+        counts = collections.Counter(kind.mixer for kind in self.layer_kinds)
+        return {mixer: counts[mixer] for mixer in get_args(Mixer) if counts[mixer]}
 
     @property
     def local_window_sizes(self) -> tuple[tuple[int, int] | None, ...]:
         """The ``local_window_size`` of the layers, each once, for :func:`make_batch`."""
-        windows = dict.fromkeys(kind.window for kind in self.layer_kinds)
-        return tuple(None if window is None else (window - 1, 0) for window in windows)
+        kinds = [kind for kind in self.layer_kinds if kind.mixer == "attention"]
+        return tuple(dict.fromkeys(kind.local_window_size for kind in kinds))
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers have linear attention, for :func:`make_batch`."""
+        return "delta_net" in self.mixers
 
     @property
     def layer_ropes(self) -> tuple[Rope, ...]:
-        """The RoPE of each layer."""
+        """The RoPE of each layer with softmax attention."""
         return tuple(kind.rope for kind in self.layer_kinds if kind.rope is not None)
 
     @property
     def num_matmul_params(self) -> int:
         """Number of weights that multiply each token, including the output projection."""
-        attention = sum(inputs * outputs for inputs, outputs in self.mixer_sizes.values())
+        mixers = 0
+        for mixer, layers in self.mixers.items():
+            sizes = self.mixer_sizes(mixer).values()
+            mixers += layers * sum(inputs * outputs for inputs, outputs in sizes)
         mlp = self.feed_forward.num_matmul_params(self)
-        return self.num_layers * (attention + mlp) + self.embed_dim * self.vocab_size
+        return mixers + self.num_layers * mlp + self.embed_dim * self.vocab_size
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """The names of the projections with low-rank adapters."""
+        """The names of the projections with low-rank adapters, in layers that have them."""
         if self.lora is None:
             return ()
-        return self.lora.among([*self.mixer_sizes, *self.feed_forward.projections(self)])
+        names = itertools.chain.from_iterable(map(self.projections, self.mixers))
+        return self.lora.among(dict.fromkeys(names))
 
     @property
     def num_adapter_params(self) -> int:
         """Number of weights of the low-rank adapters; 0 without any."""
         if self.lora is None:
             return 0
-        sizes = self.mixer_sizes | self.feed_forward.projections(self)
-        features = sum(sum(sizes[name]) for name in self.adapted)
-        return self.num_layers * self.lora.rank * features
+        features = 0
+        for mixer, layers in self.mixers.items():
+            sizes = self.projections(mixer)
+            features += layers * sum(sum(sizes[name]) for name in self.adapted if name in sizes)
+        return self.lora.rank * features
 
-    @property
-    def mixer_sizes(self) -> dict[str, tuple[int, int]]:
+    def projections(self, mixer: Mixer) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of all projections of a layer that may have adapters."""
+        return self.mixer_sizes(mixer) | self.feed_forward.projections(self)
+
+    def mixer_sizes(self, mixer: Mixer) -> dict[str, tuple[int, int]]:
         """``(inputs, outputs)`` of the projections of attention, or of Gated DeltaNet."""
-        if self.delta_net is not None:
+        if mixer == "delta_net":
+            assert self.delta_net is not None
             return self.delta_net.projections(self.embed_dim)
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         d = self.embed_dim
@@ -265,9 +313,11 @@ class DecoderConfig:
         each = 6.0 if self.lora is None else 4.0
         weights = each * self.num_matmul_params + 6.0 * self.num_adapter_params
         if self.delta_net is not None:
-            return weights + self.num_layers * self.delta_net.train_flops_per_token
+            weights += self.mixers["delta_net"] * self.delta_net.train_flops_per_token
         keys = 0.0
         for kind in self.layer_kinds:
+            if kind.mixer == "delta_net":
+                continue
             seen = length if kind.window is None else min(kind.window, length)
             keys += seen - seen * seen / (2 * length)
         return weights + 12.0 * self.num_heads * self.head_dim * keys

@@ -25,10 +25,10 @@ from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.attention.order import reject_other_layout, reject_wrong_order
 from burst_jax.errors import check_integer
 from burst_jax.layers.nnx_layer import AttentionFn
-from burst_jax.layers.rope import DynamicRope, Rope, rope_table
+from burst_jax.layers.rope import DynamicRope, rope_table
 from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.config import DecoderConfig, LayerKind, Mixer
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.decoder_options import (
     check_expert_axis,
@@ -37,8 +37,8 @@ from burst_jax.models.decoder_options import (
     with_rules,
 )
 from burst_jax.models.feed_forward import Auxiliary
-from burst_jax.models.pipeline import pipelined
-from burst_jax.models.remat import Remat, remat_of_layers, rematerialized
+from burst_jax.models.pipeline import kinds_of_a_stage, pipelined
+from burst_jax.models.remat import Remat, rematerialized
 from burst_jax.models.shardings import (
     DecoderShardings,
     check_stacked,
@@ -46,10 +46,10 @@ from burst_jax.models.shardings import (
     embed,
     reject_sharded,
 )
-from burst_jax.models.stack import Layer, run_ahead, run_layers
+from burst_jax.models.stack import Stacked, run_ahead, run_layers
+from burst_jax.models.weights import STACKS
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
-    axes_size,
     constrain,
     flat_names,
     gather_explicit,
@@ -65,6 +65,9 @@ class Decoder(nnx.Module):
 
     The output projection is a separate method, :meth:`unembed`, because a loss over long sequences
     applies it to one chunk of tokens at a time.
+
+    ``layers`` has the stacked weights of the layers with softmax attention, ``delta_net_layers``
+    those of the layers with Gated DeltaNet, each in the order of the layers.
 
     Args:
       config: sizes and dtypes.
@@ -85,6 +88,9 @@ class Decoder(nnx.Module):
       ValueError: an option that :class:`burst_jax.BurstAttention` does not accept, or that
         ``rules`` set.
     """
+
+    layers: DecoderLayer
+    delta_net_layers: DecoderLayer
 
     def __init__(
         self,
@@ -119,15 +125,15 @@ class Decoder(nnx.Module):
             )
         )
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stack(rngs: nnx.Rngs) -> DecoderLayer:
-            layer = DecoderLayer(config, rngs=rngs, **options)
+        def layer(rngs: nnx.Rngs, mixer: Mixer) -> DecoderLayer:
+            layer = DecoderLayer(config, mixer, rngs=rngs, **options)
             if rules is not None and rules.expert is not None:
                 layer.mlp.expert_axis = rules.expert
             return layer
 
-        self.layers = stack(rngs)
+        for mixer, count in config.mixers.items():
+            stack = nnx.vmap(partial(layer, mixer=mixer), in_axes=0, out_axes=0)
+            setattr(self, STACKS[mixer], nnx.split_rngs(splits=count)(stack)(rngs))
         self.final_norm = norm_of(config)
         self.head = (
             None
@@ -194,13 +200,14 @@ class Decoder(nnx.Module):
         shardings = self.shardings(weights)
         if self.rules is None:
             reject_sharded(weights, shardings)
-        if prefix_lengths is not None and self.config.delta_net is not None:
+        if prefix_lengths is not None and "delta_net" in self.config.mixers:
             raise ValueError(
-                "prefix_lengths is given, and the layers are Gated DeltaNet (delta_net), in which "
-                "no token reads a later one: leave it out"
+                "prefix_lengths is given, and layers are Gated DeltaNet (delta_net), in which no "
+                "token reads a later one: leave it out"
             )
         shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
-        check_stacked(weights["layers"], shardings)
+        for mixer in self.config.mixers:
+            check_stacked(STACKS[mixer], weights[STACKS[mixer]], shardings)
         positions_in = jnp.asarray(as_int32("positions", positions))
         if prefix_lengths is not None:
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
@@ -311,15 +318,17 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
         # With LoRA only the adapters are trained.
         trained = nnx.Param if config.lora is None else nnx.LoRAParam
-        graphdef, stacked, frozen = nnx.split(self.layers, trained, ...)
+        stacks = [STACKS[mixer] for mixer in config.mixers]
+        split = {name: nnx.split(getattr(self, name), trained, ...) for name in stacks}
+        graphdefs = {name: parts[0] for name, parts in split.items()}
+        stacked, frozen = ({name: parts[i] for name, parts in split.items()} for i in (1, 2))
         # Without the layer dimension, which the scan over layers removes.
+        of_stacks = {name: specs[name] for name in stacks}
         layer_specs = {
-            path: P(*spec[1:])
-            for path, spec in jax.tree_util.tree_leaves_with_path(specs["layers"])
+            path: P(*spec[1:]) for path, spec in jax.tree_util.tree_leaves_with_path(of_stacks)
         }
-        kinds = _kinds_of_a_stage(config, shardings)
+        kinds = kinds_of_a_stage(config, shardings)
         ropes = list(dict.fromkeys(config.layer_ropes))
-        table_of: dict[Rope | None, int] = {rope: number for number, rope in enumerate(ropes)}
         length = None
         if any(isinstance(rope, DynamicRope) for rope in ropes):
             # The longest sequence of the global batch, without padding.
@@ -328,16 +337,18 @@ class Decoder(nnx.Module):
             length = lax.pmax(length, varying) if varying else length
         ahead = shardings.are_gathered(list(layer_specs.values()))
 
-        def gather(weights: nnx.State) -> nnx.State:
+        def gather(stack: str, weights: nnx.State) -> nnx.State:
             return jax.tree_util.tree_map_with_path(
                 lambda path, weight: gather_weights(
                     weight, layer_specs[path], over=varying, keep=shardings.kept_axes(path),
                     dtype=config.dtype,
                 ),
-                weights,
-            )  # fmt: skip
+                {stack: weights},
+            )[stack]  # fmt: skip
 
-        def layer_of(kind: LayerKind, remat: Remat) -> Layer:
+        def layer_of(kind: LayerKind, remat: Remat) -> Stacked:
+            stack = STACKS[kind.mixer]
+
             def layer(
                 x: jax.Array,
                 weights: nnx.State,
@@ -346,23 +357,23 @@ class Decoder(nnx.Module):
                 attention_fn: AttentionFn | None,
             ) -> tuple[tuple[jax.Array, Any], Any]:
                 tables, order, segment_ids, prefix_lengths, documents = shared
-                rope = tables[table_of[kind.rope]]
+                rope = None if kind.rope is None else tables[ropes.index(kind.rope)]
                 # Casts inside the rematerialized layer: outside, the backward pass would store
                 # their results as a second stack.
                 if not ahead:
-                    weights, frozen = gather(weights), gather(frozen)
-                module = nnx.merge(graphdef, weights, frozen)
-                masks = segment_ids, kind.window, attention_fn, prefix_lengths, order, documents
-                return module(x, rope, *masks, remat=remat)
+                    weights, frozen = gather(stack, weights), gather(stack, frozen)
+                module = nnx.merge(graphdefs[stack], weights, frozen)
+                masks = segment_ids, kind.local_window_size, attention_fn, prefix_lengths
+                return module(x, rope, *masks, order, documents, remat=remat)
 
-            return rematerialized(layer, remat)
+            return Stacked(stack, rematerialized(layer, remat))
 
         layers = {kind: layer_of(*kind) for kind in kinds}
 
         def run(x: jax.Array, shared: Any) -> tuple[jax.Array, Any]:
             positions, *masks = shared
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda w: w)
+            run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda _, w: w)
             in_order = [layers[kind] for kind in kinds]
             layout = layout_option(self.options)
             order = layout.given_positions(positions)
@@ -472,23 +483,3 @@ def _run(
         ),
         check_vma=shardings.check_vma,
     )(weights, *arrays)
-
-
-def _kinds_of_a_stage(
-    config: DecoderConfig, shardings: DecoderShardings
-) -> list[tuple[LayerKind, Remat]]:
-    """``(kind, remat)`` of each layer of one pipeline stage, or of all layers without a pipeline.
-
-    Raises:
-      NotImplementedError: stages differ, and all devices run one program.
-    """
-    kinds, stages = config.layer_kinds, axes_size(shardings.mesh, shardings.stage_axis)
-    count = len(kinds) // stages
-    if any(kinds[stage * count : (stage + 1) * count] != kinds[:count] for stage in range(stages)):
-        raise NotImplementedError(
-            f"{len(kinds)} layers in {stages} stages: each stage must have layers of the same "
-            "kinds in the same order, as all devices run one program; use a number of layers per "
-            "stage that is a multiple of layer_pattern's length, or no stage axis"
-        )
-    selective = None if config.remat_layers is None else config.remat_layers // stages
-    return list(zip(kinds[:count], remat_of_layers(config.remat, selective, count), strict=True))

@@ -11,12 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.layers.gated_delta_net import GatedDeltaNet
-from burst_jax.layers.lora import Linear, init_adapters
+from burst_jax.layers.lora import init_adapters
 from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import DecoderConfig, Mixer
 from burst_jax.models.delta_net import OPTIONS
 from burst_jax.models.remat import (
     ATTENTION_SUM,
@@ -30,25 +30,31 @@ from burst_jax.models.remat import (
 class DecoderLayer(nnx.Module):
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    With ``config.delta_net`` attention is a :class:`burst_jax.GatedDeltaNet`. With
+    With the mixer "delta_net" attention is a :class:`burst_jax.GatedDeltaNet`. With
     ``config.post_norms`` it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``.
 
     Args:
       config: sizes and dtypes.
+      mixer: of the layer's kind (:class:`burst_jax.models.LayerKind`).
       rngs: random numbers for the initializers (stream "params").
       **options: attention options, see :class:`burst_jax.models.Decoder`.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, **options: Unpack[AttentionOptions]
+        self,
+        config: DecoderConfig,
+        mixer: Mixer,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[AttentionOptions],
     ) -> None:
         # The residual stream is a sum of 2L outputs. This scale gives it variance 1.
         out_init = nnx.initializers.variance_scaling(
             1 / (2 * config.num_layers), "fan_in", "truncated_normal"
         )
         self.attention_norm = norm_of(config)
-        mixer = _attention if config.delta_net is None else _delta_net
-        self.attention: Any = mixer(config, out_init, rngs, options)
+        make_mixer = _delta_net if mixer == "delta_net" else _attention
+        self.attention: Any = make_mixer(config, out_init, rngs, options)
         self.post_attention_norm = norm_of(config) if config.post_norms else None
         self.mlp_norm = norm_of(config)
         self.mlp: Any = config.feed_forward(
@@ -56,13 +62,13 @@ class DecoderLayer(nnx.Module):
         )
         self.post_mlp_norm = norm_of(config) if config.post_norms else None
         if config.lora is not None:
-            init_adapters(self._projections(config), config.lora, rngs)
-
-    def _projections(self, config: DecoderConfig) -> dict[str, Linear]:
-        """The projections that :class:`burst_jax.models.Lora` may name."""
-        attention = {name: getattr(self.attention, name) for name in config.mixer_sizes}
-        names = config.feed_forward.projections(config)
-        return attention | {name: getattr(self.mlp, name) for name in names}
+            of_attention, of_layer = config.mixer_sizes(mixer), config.projections(mixer)
+            adapted = [
+                getattr(self.attention if name in of_attention else self.mlp, name)
+                for name in config.adapted
+                if name in of_layer
+            ]
+            init_adapters(adapted, config.lora, rngs)
 
     def with_blocks(self, attention: BurstAttention, mlp: Any) -> DecoderLayer:
         """A copy with other blocks, such as those that they return for a decoding step."""
@@ -73,9 +79,9 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        rope: RopeTable,
+        rope: RopeTable | None,
         segment_ids: jax.Array | None = None,
-        window: int | None = None,
+        local_window_size: tuple[int, int] | None = None,
         attention_fn: AttentionFn | None = None,
         prefix_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -85,8 +91,9 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[tuple[jax.Array, Any], Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
-        ``window`` is that of the layer's kind, ``attention_fn``, ``positions`` and
-        ``document_tables`` those of :meth:`burst_jax.BurstAttention.attend`.
+        ``rope`` and ``local_window_size`` are those of the layer's kind, which Gated DeltaNet does
+        not read; ``attention_fn``, ``positions`` and ``document_tables`` those of
+        :meth:`burst_jax.BurstAttention.attend`.
 
         Returns:
           ``((x, sums), aux)``: the residual stream after the layer, the sums of
@@ -96,14 +103,14 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, LAYER_INPUT)
         normed = self.attention_norm(x)
         if isinstance(self.attention, GatedDeltaNet):
-            attended, aux = self.attention.mix(normed, segment_ids), None
+            attended, aux = self.attention.mix(normed, segment_ids, document_tables), None
         else:
             attended, aux = self.attention.attend(
                 normed,
                 rope,
                 segment_ids,
                 positions=positions,
-                local_window_size=None if window is None else (window - 1, 0),
+                local_window_size=local_window_size,
                 attention_fn=attention_fn,
                 document_tables=document_tables,
                 prefix_lengths=prefix_lengths,

@@ -17,8 +17,7 @@ def reject_own_options(config: DecoderConfig, options: AttentionOptions) -> None
                 f"Decoder sets {name} itself: it is always causal, and the soft cap is "
                 "DecoderConfig's"
             )
-    if config.delta_net is not None:
-        check_options(options)
+    check_options(config, options)
     windows = any(kind.window is not None for kind in config.layer_pattern)
     for name, given, field in (
         ("scale", config.attention_scale is not None, "attention_scale"),

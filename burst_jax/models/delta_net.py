@@ -23,7 +23,7 @@ OPTIONS = (
 # Fields of DecoderConfig that softmax attention alone reads.
 _OF_ATTENTION = (
     "num_heads", "num_kv_heads", "head_dim", "rope_theta", "logits_soft_cap", "qk_norm", "rope",
-    "layer_pattern", "qkv_bias", "out_bias", "attention_scale", "attention_sinks",
+    "qkv_bias", "out_bias", "attention_scale", "attention_sinks",
 )  # fmt: skip
 # Logical axes by a weight's path in the layer.
 WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
@@ -85,14 +85,36 @@ class DeltaNet:
 
 
 def check_config(config: Any) -> None:
-    """Raises for fields of a ``DecoderConfig`` that its Gated DeltaNet layers would ignore.
+    """Raises for fields of a ``DecoderConfig`` that do not fit its Gated DeltaNet layers.
 
     Raises:
-      ValueError: a field of softmax attention is not its default.
+      ValueError: layers without sizes, or sizes without layers; without softmax attention, one of
+        its fields that is not the default.
       NotImplementedError: half-sequence remat.
     """
-    if not isinstance(config.delta_net, DeltaNet):
+    if config.delta_net is not None and not isinstance(config.delta_net, DeltaNet):
         raise ValueError(f"delta_net is {shown(config.delta_net)}: use a DeltaNet, or None")
+    has_layers = "delta_net" in config.mixers
+    if has_layers and config.delta_net is None:
+        raise ValueError(
+            "delta_net is None, and layer_pattern has layers with mixer 'delta_net': pass their "
+            "sizes, delta_net=DeltaNet(...)"
+        )
+    if config.delta_net is not None and not has_layers:
+        raise ValueError(
+            f"delta_net is {config.delta_net}, and none of the {config.num_layers} layers of "
+            f"layer_pattern has mixer 'delta_net': add LayerKind(mixer='delta_net'), or leave one "
+            "of the two out"
+        )
+    if not has_layers:
+        return
+    if config.remat == "half":
+        raise NotImplementedError(
+            "remat is 'half', which recomputes softmax attention, and delta_net is given: use "
+            "another remat"
+        )
+    if "attention" in config.mixers:
+        return
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name in _OF_ATTENTION:
         if (value := getattr(config, name)) != defaults[name]:
@@ -100,18 +122,22 @@ def check_config(config: Any) -> None:
                 f"{name} is {shown(value)}, and delta_net is given: its layers have no softmax "
                 f"attention, which {name} is of; leave it out (DeltaNet has its own sizes)"
             )
-    if config.remat == "half":
-        raise NotImplementedError(
-            "remat is 'half', which recomputes softmax attention, and delta_net is given: use "
-            "another remat"
-        )
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of a decoder that its Gated DeltaNet layers would ignore."""
+def check_options(config: Any, options: Mapping[str, Any]) -> None:
+    """Raises TypeError for options of a decoder that its Gated DeltaNet layers would ignore.
+
+    Those of softmax attention are for its layers alone, but for ``ulysses_axis``: it shards the
+    tokens of all layers.
+    """
+    if "delta_net" not in config.mixers:
+        return
+    hybrid = "attention" in config.mixers
+    ignored = {"ulysses_axis"} if hybrid else set(options).difference(OPTIONS)
     for name, value in options.items():
-        if name not in OPTIONS and value is not None:
+        if name in ignored and value is not None:
+            which = "some of the decoder's layers" if hybrid else "the decoder's layers"
             raise TypeError(
-                f"{name} is given, and the decoder's layers are Gated DeltaNet (delta_net), which "
-                f"accept {', '.join(OPTIONS)}: leave it out"
+                f"{name} is given, and {which} are Gated DeltaNet (delta_net), which accept "
+                f"{', '.join(OPTIONS)}: leave it out"
             )

@@ -21,6 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.remat import Remat, remat_of_layers
+from burst_jax.models.shardings import DecoderShardings
+from burst_jax.parallel.mesh import axes_size
 from pallas_kernels.arrays import vary
 
 
@@ -70,3 +74,23 @@ def pipelined(
     from_last_stage = jnp.where(stage == stages - 1, last, 0)
     x = lax.psum_scatter(from_last_stage, axis, scatter_dimension=0, tiled=True)
     return x, jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def kinds_of_a_stage(
+    config: DecoderConfig, shardings: DecoderShardings
+) -> list[tuple[LayerKind, Remat]]:
+    """``(kind, remat)`` of each layer of one pipeline stage, or of all layers without a pipeline.
+
+    Raises:
+      NotImplementedError: stages differ, and all devices run one program.
+    """
+    kinds, stages = config.layer_kinds, axes_size(shardings.mesh, shardings.stage_axis)
+    count = len(kinds) // stages
+    if any(kinds[stage * count : (stage + 1) * count] != kinds[:count] for stage in range(stages)):
+        raise NotImplementedError(
+            f"{len(kinds)} layers in {stages} stages: each stage must have layers of the same "
+            "kinds in the same order, as all devices run one program; use a number of layers per "
+            "stage that is a multiple of layer_pattern's length, or no stage axis"
+        )
+    selective = None if config.remat_layers is None else config.remat_layers // stages
+    return list(zip(kinds[:count], remat_of_layers(config.remat, selective, count), strict=True))

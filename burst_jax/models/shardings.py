@@ -88,8 +88,8 @@ class DecoderShardings:
         return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
 
     def kept_axes(self, path: tuple[Any, ...]) -> tuple[str, ...]:
-        """The mesh axes over which a layer's weight is not gathered, by its path in the layer."""
-        axes = logical_axes((jax.tree_util.DictKey("layers"), *path), self.config)
+        """The mesh axes over which a layer's weight is not gathered, by its path."""
+        axes = logical_axes(path, self.config)
         return self.tensor_axes + (self.expert_axes if "expert" in axes else ())
 
     def are_gathered(self, specs: Any) -> bool:
@@ -210,13 +210,16 @@ def reject_sharded(weights: Any, shardings: DecoderShardings) -> None:
                 )
 
 
-def check_stacked(stacked: Any, shardings: DecoderShardings) -> None:
-    """Raises ValueError if a weight's leading dimension, that of the layers, is sharded wrongly."""
+def check_stacked(name: str, stacked: Any, shardings: DecoderShardings) -> None:
+    """Raises ValueError if a weight's leading dimension, that of the layers, is sharded wrongly.
+
+    ``name`` is that of the stack.
+    """
     for path, weight in jax.tree_util.tree_leaves_with_path(stacked):
         spec = jax.typeof(weight).sharding.spec
         if set(flat_names(*spec[:1])) - set(flat_names(shardings.stage_axis)):
             raise ValueError(
-                f"layers{jax.tree_util.keystr(path)} of shape {weight.shape} is sharded as {spec} "
+                f"{name}{jax.tree_util.keystr(path)} of shape {weight.shape} is sharded as {spec} "
                 "over Explicit mesh axes: dimension 0 is that of the layers, which run one after "
                 "the other; shard another dimension, like PartitionSpec(None, ...), or use Auto "
                 "axes"

@@ -9,14 +9,17 @@ one concurrently::
     backward    gather 2   | layer 2      | layer 1      | layer 0
                            | gather 1     | gather 0     |
 
-Layers of all kinds have weights of the same shapes and share one stack. A kind is a :data:`Layer`
-function, so layers with different remat are of different kinds. Consecutive layers of one kind are
-a segment, run by one scan. If the sequence of kinds repeats, a scan over the repetitions runs the
-scans of one period. So the program contains a layer's code once per segment of a period, not once
-per layer::
+Layers whose weights have the same shapes share a stack; a hybrid has one for each of its mixers. A
+kind is a :data:`Layer` function, so layers with different remat are of different kinds. Consecutive
+layers of one kind are a segment, run by one scan. If the sequence of kinds repeats, a scan over the
+repetitions runs the scans of one period. So the program contains a layer's code once per segment of
+a period, not once per layer::
 
     kinds       L L L L L G  L L L L L G  L L
     blocks      2 x (segment of 5 L, segment of 1 G), then 1 x (segment of 2 L)
+
+The scan carries the weights of one layer of each stack, the next one to run. A layer gathers those
+of the next layer of its own stack: in a hybrid L L L G, G's arrive while the G before it runs.
 
 JAX would store a scan's carry for the backward pass: the gathered weights of all layers. So the
 stack has its own gradient. It stores what ``jax.vjp`` of a layer stores, except for the weights,
@@ -25,6 +28,7 @@ and the backward pass gathers these again.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +41,32 @@ from jax import lax
 # (x, one layer's weights, its frozen weights, inputs that all layers share) -> (x, sums). Sums are
 # any pytree of arrays; those of all layers are stacked.
 Layer = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+# (name of a stack, one layer's part of its weights) -> gathered weights.
+Gather = Callable[[str, Any], Any]
+
+
+class Stacked(NamedTuple):
+    """A layer. Hashable.
+
+    Attributes:
+      stack: the name of the stack that has its weights; layers use it one after the other.
+      run: its function, the same for all layers of a kind.
+    """
+
+    stack: str
+    run: Layer
+
+
+class Place(NamedTuple):
+    """Where a layer is, integers.
+
+    Attributes:
+      layer: its index among all layers.
+      own: its index in its stack.
+    """
+
+    layer: Any
+    own: Any
 
 
 class Segment(NamedTuple):
@@ -49,6 +79,11 @@ class Segment(NamedTuple):
 
     layer: int
     count: int
+
+    @property
+    def stop(self) -> int:
+        """Index behind the last layer."""
+        return self.layer + self.count
 
 
 class Block(NamedTuple):
@@ -102,11 +137,11 @@ def blocks_of(kinds: Sequence[Hashable]) -> tuple[Block, ...]:
 
 
 def run_layers(
-    layers: Sequence[Layer],
-    gather: Callable[[Any], Any],
+    layers: Sequence[Stacked],
+    gather: Gather,
     x: jax.Array,
-    stacked: Any,
-    frozen: Any,
+    stacked: dict[str, Any],
+    frozen: dict[str, Any],
     shared: Any,
 ) -> tuple[jax.Array, Any]:
     """:func:`run_ahead`, or for layers of one kind a plain ``lax.scan`` without gathering ahead.
@@ -114,41 +149,44 @@ def run_layers(
     Layers of several kinds use :func:`run_ahead` in any case: JAX's own gradient of a scan over
     part of a stack adds up arrays of the size of the stack.
     """
-    if any(layer is not layers[0] for layer in layers):
+    if any(layer != layers[0] for layer in layers):
         return run_ahead(layers, gather, x, stacked, frozen, shared)
 
-    def body(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-        trained, constant = weights
-        return layers[0](x, gather(trained), gather(constant), shared)
+    name, run = layers[0]
 
-    return lax.scan(body, x, (stacked, lax.stop_gradient(frozen)))
+    def body(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        trained, constant = (gather(name, each) for each in weights)
+        return run(x, trained, constant, shared)
+
+    return lax.scan(body, x, (stacked[name], lax.stop_gradient(frozen[name])))
 
 
 def run_ahead(
-    layers: Sequence[Layer],
-    gather: Callable[[Any], Any],
+    layers: Sequence[Stacked],
+    gather: Gather,
     x: jax.Array,
-    stacked: Any,
-    frozen: Any,
+    stacked: dict[str, Any],
+    frozen: dict[str, Any],
     shared: Any,
 ) -> tuple[jax.Array, Any]:
     """``x`` through all layers, with weights gathered one layer ahead.
 
     Args:
-      layers: for each layer ``(x, weights, frozen, shared) -> (x, sums)`` with gathered weights;
-        layers of one kind are the same function. Its ``jax.vjp`` determines what is stored.
+      layers: the function of each layer, for gathered weights, and the name of its stack. The
+        ``jax.vjp`` of the function determines what is stored.
       gather: this device's part of one layer's weights, trained or frozen, to whole weights;
         differentiable.
       x: the first layer's input.
-      stacked: pytree of this device's trained weights, with a leading dimension for the layers.
-      frozen: the same for frozen weights, which have no gradient; it may be empty.
+      stacked: of each stack a pytree of this device's trained weights, with a leading dimension for
+        its layers.
+      frozen: the same for frozen weights, which have no gradient; they may be empty.
       shared: pytree that all layers read, like positions; it has no gradient.
 
     Returns:
       ``(x, sums)``: the last layer's output, with the shape and dtype of ``x``, and the sums of all
       layers, stacked.
     """
-    count = len(layers)
+    counts = collections.Counter(layer.stack for layer in layers)
     blocks = blocks_of(layers)
     # XLA unrolls a scan over a single layer. Between two layers without loops it would merge the
     # backward pass's recomputation with the forward pass, and so store what is recomputed.
@@ -161,40 +199,43 @@ def run_ahead(
     # Rebuilds each segment's vjp from what is stored; set while the forward pass is traced.
     rebuild: dict[Segment, Callable[[list[jax.Array], Any], Any]] = {}
 
-    def layer_weights(stacked: Any, index: Any) -> Any:
-        index = jnp.clip(index, 0, count - 1)
+    def one_layer(stacked: Any, index: Any) -> Any:
         return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, 0, False), stacked)
 
-    def gathered(weights: tuple[Any, Any], index: Any) -> tuple[Any, Any]:
-        """A layer's weights and frozen weights."""
-        trained, constant = layer_weights(weights, index)
-        return gather(trained), gather(constant)
+    def gathered(local: tuple[Any, Any], stack: str, index: Any) -> tuple[Any, Any]:
+        """The weights and frozen weights of a layer of a stack, by its index there."""
+        index = jnp.clip(index, 0, counts[stack] - 1)
+        trained, constant = (one_layer(weights[stack], index) for weights in local)
+        return gather(stack, trained), gather(stack, constant)
 
     @jax.custom_vjp
     def run(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
         local = stacked, frozen
 
-        def body(segment: Segment, carry: Any, index: jax.Array, _: None) -> Any:
-            x, (weights, constant) = carry
-            ahead = gathered(local, index + 1)
-            x, sums = layers[segment.layer](x, weights, constant, shared)
-            return (x, ahead), sums
+        def body(segment: Segment, carry: Any, place: Place, _: None) -> Any:
+            (x, following), (stack, layer) = carry, layers[segment.layer]
+            ahead = gathered(local, stack, place.own + 1)
+            weights, constant = following[stack]
+            x, sums = layer(x, weights, constant, shared)
+            return (x, following | {stack: ahead}), sums
 
-        (x, _), sums = _scan(blocks, body, (x, gathered(local, np.int32(0))))
+        first = {stack: gathered(local, stack, np.int32(0)) for stack in counts}
+        (x, _), sums = _scan(layers, blocks, body, (x, first))
         return x, _in_order(blocks, sums)
 
     def forward(x: jax.Array, stacked: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
         local = stacked, frozen
 
-        def body(segment: Segment, carry: Any, index: jax.Array, _: None) -> Any:
-            x, (weights, constant) = carry
-            ahead = gathered(local, index + 1)
-            layer = layers[segment.layer]
+        def body(segment: Segment, carry: Any, place: Place, _: None) -> Any:
+            (x, following), (stack, layer) = carry, layers[segment.layer]
+            weights, constant = following[stack]
+            ahead = gathered(local, stack, place.own + 1)
             out, vjp = jax.vjp(lambda x, weights: layer(x, weights, constant, shared), x, weights)
             stored, rebuild[segment] = _without(vjp, (weights, constant, shared))
-            return (out[0], ahead), (out[1], stored)
+            return (out[0], following | {stack: ahead}), (out[1], stored)
 
-        (out, _), found = _scan(blocks, body, (x, gathered(local, np.int32(0))))
+        first = {stack: gathered(local, stack, np.int32(0)) for stack in counts}
+        (out, _), found = _scan(layers, blocks, body, (x, first))
         sums, stored = ([tuple(each[i] for each in block) for block in found] for i in range(2))
         return (out, _in_order(blocks, sums)), (stored, local, shared)
 
@@ -202,28 +243,30 @@ def run_ahead(
         stored, local, shared = residuals
         (gradient, dsums), (stacked, _) = gradients, local
 
-        def body(segment: Segment, carry: Any, index: jax.Array, stored: list[jax.Array]) -> Any:
-            gradient, weights, gradients = carry
-            ahead = gathered(local, index - 1)
+        def body(segment: Segment, carry: Any, place: Place, stored: list[jax.Array]) -> Any:
+            (gradient, following, gradients), stack = carry, layers[segment.layer].stack
+            ahead = gathered(local, stack, place.own - 1)
             if segment in unrolled:
                 stored = lax.optimization_barrier(stored)
-            dout, own = (gradient, layer_weights(dsums, index)), layer_weights(stacked, index)
-            gradient, dweights = rebuild[segment](stored, (*weights, shared))(dout)
+            own = one_layer(stacked[stack], place.own)
+            dout = gradient, one_layer(dsums, place.layer)
+            gradient, dweights = rebuild[segment](stored, (*following[stack], shared))(dout)
             if _shapes(ahead[0]) != _shapes(own):
                 # XLA would combine what is received here with the gradients that are sent below,
                 # and wait for these before it sends any.
                 ahead, dweights = lax.optimization_barrier((ahead, dweights))
-            (dlocal,) = jax.vjp(gather, own)[1](dweights)
-            gradients = jax.tree.map(
-                lambda all, one: lax.dynamic_update_index_in_dim(all, one, index, 0),
-                gradients,
+            (dlocal,) = jax.vjp(partial(gather, stack), own)[1](dweights)
+            own_gradients = jax.tree.map(
+                lambda all, one: lax.dynamic_update_index_in_dim(all, one, place.own, 0),
+                gradients[stack],
                 dlocal,
             )
-            return (gradient, ahead, gradients), None
+            following = following | {stack: ahead}
+            return (gradient, following, gradients | {stack: own_gradients}), None
 
-        last = gathered(local, np.int32(count - 1))
+        last = {stack: gathered(local, stack, np.int32(counts[stack] - 1)) for stack in counts}
         carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
-        gradient, _, gradients = _scan(blocks, body, carry, stored, reverse=True)[0]
+        gradient, _, gradients = _scan(layers, blocks, body, carry, stored, reverse=True)[0]
         return gradient, gradients, None, None
 
     run.defvjp(forward, backward)
@@ -235,8 +278,9 @@ def _shapes(weights: Any) -> list[tuple[int, ...]]:
 
 
 def _scan(
+    layers: Sequence[Stacked],
     blocks: Sequence[Block],
-    body: Callable[[Segment, Any, jax.Array, Any], tuple[Any, Any]],
+    body: Callable[[Segment, Any, Place, Any], tuple[Any, Any]],
     carry: Any,
     inputs: Any = None,
     *,
@@ -244,35 +288,47 @@ def _scan(
 ) -> tuple[Any, Any]:
     """``lax.scan`` over all layers, one scan per segment.
 
-    ``body`` is ``(segment, carry, index of the layer, input) -> (carry, out)``. Inputs and outs are
-    stacked: for each block and segment arrays ``[repeats, count, ...]``, or ``[count, ...]`` for a
-    block that does not repeat. ``reverse`` starts with the last layer.
+    ``body`` is ``(segment, carry, place, input) -> (carry, out)``. Inputs and outs are stacked: for
+    each block and segment arrays ``[repeats, count, ...]``, or ``[count, ...]`` for a block that
+    does not repeat. ``reverse`` starts with the last layer.
     """
     order = -1 if reverse else 1
     outs: list[Any] = [None] * len(blocks)
+    stacks = np.array([layer.stack for layer in layers])
+
+    def in_stack(stack: str, start: int, stop: int) -> int:
+        """Number of layers of a stack among these layers."""
+        return int((stacks[start:stop] == stack).sum())
+
     for number, block in list(enumerate(blocks))[::order]:
         block_inputs = inputs[number] if inputs is not None else (None,) * len(block.segments)
 
         def repetition(carry: Any, each: Any, block: Block = block) -> tuple[Any, Any]:
-            shift, block_inputs = each
+            repeat, block_inputs = each
             outs: list[Any] = [None] * len(block.segments)
             for i, segment in list(enumerate(block.segments))[::order]:
 
                 def layer(carry: Any, each: Any, segment: Segment = segment) -> tuple[Any, Any]:
                     return body(segment, carry, *each)
 
-                first, stop = segment.layer, segment.layer + segment.count
-                indices = shift + np.arange(first, stop, dtype=np.int32)
-                xs = indices, block_inputs[i]
+                start, stack = block.segments[0].layer, layers[segment.layer].stack
+                of_stack = in_stack(stack, start, start + block.period)
+                first = Place(segment.layer, in_stack(stack, 0, segment.layer))
+                steps = np.arange(segment.count, dtype=np.int32)
+                places = [
+                    repeat * np.int32(period) + (np.int32(index) + steps)
+                    for index, period in zip(first, (block.period, of_stack), strict=True)
+                ]
+                xs = Place(*places), block_inputs[i]
                 carry, outs[i] = lax.scan(layer, carry, xs, reverse=reverse)
             return carry, tuple(outs)
 
         if block.repeats == 1:
             carry, outs[number] = repetition(carry, (np.int32(0), block_inputs))
         else:
-            shifts = np.arange(block.repeats, dtype=np.int32) * np.int32(block.period)
+            repeats = np.arange(block.repeats, dtype=np.int32)
             carry, outs[number] = lax.scan(
-                repetition, carry, (shifts, block_inputs), reverse=reverse
+                repetition, carry, (repeats, block_inputs), reverse=reverse
             )
     return carry, tuple(outs)
 

@@ -9,13 +9,15 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.layers.lora import LORA_A, LORA_B
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import DecoderConfig, Mixer
 from burst_jax.models.delta_net import WEIGHT_AXES as DELTA_NET_AXES
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
-# Logical axes by the last two names of a weight's path. Weights of the layers are stacked, with a
-# leading dimension "layers". Norms are replicated, and so are biases that are added after a sum
+# The stack of the layers with each mixer, by its name in the decoder.
+STACKS: dict[Mixer, str] = {"attention": "layers", "delta_net": "delta_net_layers"}
+# Logical axes by the last two names of a weight's path. Weights of a stack have a leading dimension
+# "layers". Norms are replicated, and so are biases that are added after a sum
 # over devices. Those of the feed-forward are its class's, FeedForward.weight_axes, those of Gated
 # DeltaNet its own.
 _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
@@ -49,15 +51,16 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     if names == ("embedding",):
         return "vocab", "embed"
     table, key = _WEIGHT_AXES, names[-2:]
-    if names[:2] == ("layers", "mlp"):
+    is_stacked = names[0] in STACKS.values()
+    if is_mlp := is_stacked and names[1] == "mlp":
         table, key = config.feed_forward.weight_axes, names[2:]
-    if names[:2] == ("layers", "attention") and config.delta_net is not None:
+    if names[:2] == (STACKS["delta_net"], "attention"):
         table, key = DELTA_NET_AXES, names[2:]
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:
         where = "a decoder has no such weight"
-        if names[:2] == ("layers", "mlp"):
+        if is_mlp:
             name = config.feed_forward.__name__
             where = f"add {key} to {name}.weight_axes, with the logical name of each dimension"
         raise ValueError(f"weight {jax.tree_util.keystr(path)} has no logical axes: {where}")
@@ -65,7 +68,7 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
         # Heads and head features are one dimension, sharded as the heads; the rank is not sharded.
         outputs = axes[-1] if key[0] == "out" else axes[1]
         axes = (axes[0], None) if names[-1] == LORA_A else (None, outputs)
-    return ("layers", *axes) if names[0] == "layers" else axes
+    return ("layers", *axes) if is_stacked else axes
 
 
 def weight_specs(
@@ -127,7 +130,7 @@ def _replicates_kv_heads(
 
     Each device then has the weights of all key/value heads, and uses one.
     """
-    if config.delta_net is not None:
+    if "attention" not in config.mixers:
         return False
     count, heads = axes_size(mesh, rules.tensor), config.num_kv_heads
     if heads % count and count % heads:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.tables import MaskTables, checksums, needs_own_ranges
+from burst_jax.layouts.checksums import checksums
+from burst_jax.layouts.tables import MaskTables, needs_own_ranges
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, AttentionSpec
 from pallas_kernels.inputs import Side

@@ -226,7 +226,9 @@ class ServedModel:
                     layers[index + 1] = self._gathered_layer(after, specs[index + 1])
             layer = self._served(layers[index], tokens.size, gather)
             fn = partial(attend, index)
-            (x, _), key_value = layer(x, tables[kind.rope], present, kind.window, fn, remat="none")
+            (x, _), key_value = layer(
+                x, tables[kind.rope], present, kind.local_window_size, fn, remat="none"
+            )
             stored.append(key_value)
         return nnx.merge(self._norm, weights["final_norm"])(x), stored
 

@@ -73,6 +73,7 @@ def make_batch(
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
     local_window_sizes: Sequence[WindowSize] = (None,),
+    linear_attention: bool = False,
     process_local: bool = False,
 ) -> tuple[str, Batch[np.ndarray]]: ...
 
@@ -88,6 +89,7 @@ def make_batch(
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
     local_window_sizes: Sequence[WindowSize] = (None,),
+    linear_attention: bool = False,
     process_local: bool = False,
 ) -> Batch[np.ndarray]: ...
 
@@ -102,6 +104,7 @@ def make_batch(
     weights: np.ndarray | None = None,
     multiple_of: int = 1,
     local_window_sizes: Sequence[WindowSize] = (None,),
+    linear_attention: bool = False,
     process_local: bool = False,
 ) -> Batch[np.ndarray] | tuple[str, Batch[np.ndarray]]:
     """Makes a next-token batch from sequences of T + 1 tokens.
@@ -141,9 +144,12 @@ def make_batch(
       local_window_sizes: the windows of the model's layers, for the tables of a balanced batch, as
         :attr:`burst_jax.models.DecoderConfig.local_window_sizes`: each as the attention's
         ``local_window_size``. Default: full causal attention alone. Other layouts have no tables.
+      linear_attention: whether the model has linear-attention layers, which need tables of a
+        balanced batch, too: :attr:`burst_jax.models.DecoderConfig.has_linear_attention`.
       process_local: whether every process passes only its own sequences, as in
         :func:`place_batch`. All devices run one program, so z of ``"balanced"`` then is the largest
-        that a process needs, by a small collective: make the call on the main thread of all
+        that a process needs, by a small collective (and so is the number of runs in the tables of
+        linear attention): make the call on the main thread of all
         processes. Every other layout is the same on all of them.
 
     Returns:
@@ -161,7 +167,7 @@ def make_batch(
         else 0.
       - ``prefix_lengths``: int32 ``[B]``, if it is given.
       - ``document_tables``: in a balanced layout, :class:`burst_jax.layouts.DocumentTables` of
-        causal attention with each of ``local_window_sizes``.
+        causal attention with each of ``local_window_sizes``, and of linear attention.
 
     Raises:
       ValueError: ``rows`` has another rank or dtype, no row, fewer than 2 tokens, or ids that are
@@ -203,8 +209,10 @@ def make_batch(
     made: Any = placed
     if not found.is_fixed:
         own, n = (made["segment_ids"], made["positions"]), num_shards
-        tables = document_tables(found, *own, n, local_window_sizes=local_window_sizes)
-        made["document_tables"] = tables
+        made["document_tables"] = document_tables(
+            found, *own, n, local_window_sizes=local_window_sizes,
+            linear_attention=linear_attention, agree=agree,
+        )  # fmt: skip
     return made if found == given else (found.name, made)
 
 

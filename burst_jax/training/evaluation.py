@@ -113,8 +113,10 @@ def evaluation_memory(config: DecoderConfig, tokens: int, *, chunk_size: int = C
     """
     size, d, experts = jnp.dtype(config.dtype).itemsize, config.embed_dim, config.experts
     # The inputs of the output projection, and the outputs of all others.
-    sizes = config.mixer_sizes
-    attention = sizes["out"][0] + sum(sizes[name][1] for name in sizes if name != "out")
+    attention = 0
+    for sizes in map(config.mixer_sizes, config.mixers):
+        features = sizes["out"][0] + sum(sizes[name][1] for name in sizes if name != "out")
+        attention = max(attention, features)
     hidden = 2 * config.mlp_dim
     if experts is not None:
         hidden = max(experts.per_token * (hidden + 2 * d), 2 * experts.shared_dim)

@@ -56,7 +56,7 @@ class Ring(NamedTuple):
     mib: float
     wide_dq: int | None = None
 
-    def compiled(self):
+    def compiled(self, has_kernels=False):
         """The gradient: the forward's hops, then the backward's."""
         mesh, n = compiled.gpu_mesh(self.gpu, self.n), self.n
         arrays = compiled.inputs(mesh, TOKENS, HEADS, KV_HEADS, DIM, value_dim=VALUE_DIM)
@@ -70,7 +70,7 @@ class Ring(NamedTuple):
             options |= {"is_causal": True, "layout": "zigzag"}
             return gradient(attend(mesh, **options))(query, key, value)
 
-        return compiled.compile_for(run, *arrays, shape)
+        return compiled.compile_for(run, *arrays, shape, has_kernels=has_kernels)
 
 
 def wires(rotation, n):
@@ -132,6 +132,17 @@ def test_every_permute_of_a_ring_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
+def test_empty_kernels_change_neither_the_schedule_nor_the_memory():
+    """Most programs here have them; this is the one of 8 A100s above, with its kernels."""
+    ring, *_ = RINGS
+    whole, empty = (ring.compiled(has_kernels) for has_kernels in (True, False))
+    assert len(compiled.text_of(whole)) > 2 * len(compiled.text_of(empty))
+    for read in (
+        compiled.schedule, compiled.arrays_in_order, compiled.sent_bytes, compiled.temp_bytes,
+    ):  # fmt: skip
+        assert read(whole) == read(empty), read.__name__
+
+
 def balanced(zone, *, has_tables):
     """The gradient in a balanced layout on 8 A100s, its events and its kernels."""
     mesh = compiled.gpu_mesh("a100", 8)
@@ -155,7 +166,7 @@ def balanced(zone, *, has_tables):
         options |= {"is_causal": True, "layout": f"balanced:{zone}", "document_tables": tables}
         return gradient(attend(mesh, **options))(query, key, value)
 
-    program = compiled.compile_for(run, *arrays, shape, shape, tables)
+    program = compiled.compile_for(run, *arrays, shape, shape, tables, has_kernels=False)
     events = compiled.schedule(program)
     assert not [event for event in events if event[0] == "sync"]
     kernels = [name.removeprefix("burst_") for kind, name in events if kind == "kernel"]
@@ -199,7 +210,7 @@ def two_levels(hosts, gpus, rotation):
     """The gradient on an A100 ring of nodes."""
     mesh = compiled.gpu_mesh("a100", hosts, gpus)
     run = attend(mesh, seq_axis=("outer", "inner"), backward=rotation)
-    return compiled.compile_for(gradient(run), *narrow(mesh))
+    return compiled.compile_for(gradient(run), *narrow(mesh), has_kernels=False)
 
 
 @pytest.mark.parametrize("rotation", ["rotate_query", "rotate_kv"])
@@ -235,7 +246,7 @@ def test_ulysses_within_a_node_and_a_ring_between_nodes():
     mesh, (tokens, heads, kv_heads, dim) = compiled.gpu_mesh("a100", 2, 4), (1024, 16, 2, 32)
     attention = attend(mesh, seq_axis="outer", ulysses_axis="inner", backward="rotate_kv")
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, dim)
-    program = compiled.compile_for(gradient(attention), *shapes)
+    program = compiled.compile_for(gradient(attention), *shapes, has_kernels=False)
     assert "all-gather" not in compiled.text_of(program)
     exchanged = [
         *[tokens * heads * dim * 2] * 4,  # q, out, do, dq

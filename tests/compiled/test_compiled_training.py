@@ -59,7 +59,7 @@ def compile_step(config, tokens=TOKENS, **sizes):
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in names.items()
     }
     step = make_train_step(graphdef, optimizer, compiler_options=compiled.step_options())
-    with compiled.mosaic_compiles_for(mesh):
+    with compiled.mosaic_compiles_for(mesh), compiled.of_empty_kernels():
         traced = step.trace(params, state, batch | {"segment_ids": None})
         return traced.lower(lowering_platforms=("cuda",)).compile(), params, state
 

@@ -79,7 +79,6 @@ IMPOSSIBLE = [
      "layout is 'striped', in which neighboring tokens are on different devices: gated_delta_rule "
      "needs 'zigzag' or 'contiguous', in all layers of the model"),
     ({"layout": "striped:4"}, "layout is 'striped:4', in which"),
-    ({"layout": "balanced:0"}, "layout is 'balanced:0': gated_delta_rule does not know its"),
     ({"implementation": "mosaic_sm90"},
      "implementation 'mosaic_sm90' cannot run: it needs compute capability 9.0 (Hopper), the "
      "arrays are on 'cpu'; use None"),

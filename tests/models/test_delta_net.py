@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Any
+from typing import Any, cast
 
 import decoders
 import jax
@@ -14,6 +13,7 @@ import pytest
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import NamedSharding
+from jaxprs import equations
 from meshes import assert_close, mesh_of
 
 from burst_jax import ShardingRules, plan
@@ -29,6 +29,8 @@ from burst_jax.models import (
 from burst_jax.models import save as save_model
 from burst_jax.serving import Generator
 from burst_jax.training import (
+    Checkpoints,
+    abstract_train_state,
     evaluation_memory,
     init_train_state,
     make_batch,
@@ -40,6 +42,10 @@ from burst_jax.training import (
 B, T = 2, 32
 SIZES = DeltaNet(num_heads=4, num_key_heads=2, head_dim=6, value_head_dim=8)
 CONFIG = DecoderConfig(vocab_size=48, num_layers=2, embed_dim=16, mlp_dim=24, delta_net=SIZES)
+LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
+HYBRID = dataclasses.replace(
+    CONFIG, num_layers=3, layer_pattern=(LINEAR, LINEAR, FULL), num_heads=4, head_dim=6
+)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
 SEGMENTS = np.ones((B, T), np.int32)
@@ -59,15 +65,15 @@ def model_on(config=CONFIG, **sizes):
 
 
 @pytest.mark.parametrize(
-    ("remat", "sizes"),
+    ("config", "remat", "sizes"),
     [
-        ("attention", {"fsdp": 2, "seq": 2, "tensor": 2}),
-        ("full", {"data": 2, "seq": 4}),
+        (HYBRID, "attention", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        pytest.param(CONFIG, "full", {"data": 2, "seq": 4}, marks=SLOW),
     ],
+    ids=["hybrid", "linear"],
 )
-@SLOW
-def test_equals_the_formula(remat, sizes):
-    model = model_on(dataclasses.replace(CONFIG, remat=remat), **sizes)
+def test_equals_the_formula(config, remat, sizes):
+    model = model_on(dataclasses.replace(config, remat=remat), **sizes)
     got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
     kept = SEGMENTS > 0
@@ -77,7 +83,7 @@ def test_equals_the_formula(remat, sizes):
 
 @SLOW
 def test_adapters_equal_the_formula():
-    config = dataclasses.replace(CONFIG, lora=Lora(2, targets=ADAPTED))
+    config = dataclasses.replace(HYBRID, lora=Lora(2, targets=ADAPTED))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         # B starts at 0, where A has no gradient. Large adapters would amplify rounding.
@@ -90,9 +96,10 @@ def test_adapters_equal_the_formula():
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
     # One device has up to 3.7e-5 in float32, in all adapters alike.
     assert_close(got[1], want[1], 4e-5)
-    assert set(got[1]["layers"]["attention"]) == set(ADAPTED)
+    assert set(got[1]["delta_net_layers"]["attention"]) == set(ADAPTED)
     sizes = [(16, 12)] * 2 + [(16, 32)] * 2 + [(32, 16)] + [(16, 4)] * 2
-    assert config.num_adapter_params == 2 * 2 * sum(map(sum, sizes))
+    of_full = (16, 24), (16, 12), (16, 12), (24, 16)
+    assert config.num_adapter_params == 2 * (2 * sum(map(sum, sizes)) + sum(map(sum, of_full)))
 
 
 def test_saved_states_and_outputs_are_not_computed_again():
@@ -109,27 +116,50 @@ ROWS = np.random.default_rng(1).integers(1, CONFIG.vocab_size, (3, 4, T + 1))
 IDS = np.broadcast_to(1 + (np.arange(T + 1) > 13), (4, T + 1)).astype(np.int32)
 
 
-def losses(**sizes):
-    """The losses of three steps on packed documents."""
+def losses(config, folder=None, **sizes):
+    """The losses of three steps on packed documents; and of the last one, resumed from a folder."""
     mesh, optimizer = mesh_of(**sizes), make_optimizer(1e-2, 10, warmup_steps=1)
     options: Any = {"rules": ShardingRules.of(mesh)}
-    _, params, moments = init_train_state(CONFIG, optimizer, mesh, 0, **options)
-    graphdef, _ = abstract_decoder(CONFIG, mesh=mesh, layout="zigzag", **options)
+    _, params, moments = init_train_state(config, optimizer, mesh, 0, **options)
+    graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag", **options)
     step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)
-    found = []
-    for rows in ROWS:
+    found: list[float] = []
+    state: list[Any] = [params, moments]
+
+    def take(rows):
         batch = make_batch(rows, layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=IDS)
         axes: Any = {"batch_axis": options["rules"].batch_axes or None, "seq_axis": "seq"}
-        params, moments, metrics = step(params, moments, place_batch(batch, mesh, **axes))
-        found.append(float(metrics["loss"]))
+        state[0], state[1], metrics = step(state[0], state[1], place_batch(batch, mesh, **axes))
+        return float(metrics["loss"])
+
+    for number, rows in enumerate(ROWS):
+        if folder is not None and number == len(ROWS) - 1:
+            with Checkpoints(folder) as checkpoints:
+                checkpoints.save(number, state)
+        found.append(take(rows))
+    if folder is not None:
+        _, *abstract = abstract_train_state(config, optimizer, mesh, **options)
+        with Checkpoints(folder) as checkpoints:
+            restored = checkpoints.restore(abstract)
+        assert restored is not None
+        state[:] = restored.state
+        found.append(take(ROWS[-1]))
     return found
 
 
 @SLOW
-def test_training_on_meshes_is_that_of_one_device():
-    one, found = losses(seq=1), losses(data=2, fsdp=1, seq=2, tensor=2)
+def test_training_on_meshes_is_that_of_one_device(tmp_path):
+    one, found = losses(HYBRID, seq=1), losses(HYBRID, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
+    *found, resumed = found
     np.testing.assert_allclose(found, one, rtol=1e-5)
     assert len(set(one)) == len(ROWS)
+    assert resumed == found[-1]  # Bit for bit.
+
+
+@SLOW
+def test_a_resumed_run_of_linear_layers_alone_has_the_same_bits(tmp_path):
+    *_, last, resumed = losses(dataclasses.replace(CONFIG, num_layers=1), tmp_path, seq=2)
+    assert resumed == last
 
 
 def test_costs_count_its_own_projections():
@@ -142,6 +172,42 @@ def test_costs_count_its_own_projections():
     wide = dataclasses.replace(CONFIG, mlp_dim=1, vocab_size=1)
     outputs = 2 * keys + 2 * values + 2 * 4 + values
     assert evaluation_memory(wide, 64) == 64 * 4 * (2 * width + outputs)
+    hybrid = dataclasses.replace(HYBRID, mlp_dim=1, vocab_size=1)
+    assert evaluation_memory(hybrid, 64) == evaluation_memory(wide, 64)
+    full = width * (24 + 12 + 12) + 24 * width + 3 * width * 24
+    assert HYBRID.num_matmul_params == CONFIG.num_matmul_params + full
+    keys_seen = 12 * 24 * 64 / 2
+    assert HYBRID.train_flops_per_token(64) == (
+        6 * HYBRID.num_matmul_params + recurrence + keys_seen
+    )
+
+
+def test_kinds_of_layers():
+    assert CONFIG.layer_kinds == (LINEAR, LINEAR)
+    assert CONFIG.layer_ropes == CONFIG.local_window_sizes == ()
+    pattern = (LINEAR, LayerKind(window=5), LINEAR, FULL)
+    config = dataclasses.replace(HYBRID, num_layers=7, layer_pattern=pattern)
+    assert [kind.mixer == "delta_net" for kind in config.layer_kinds] == [True, False] * 3 + [True]
+    assert config.mixers == {"attention": 3, "delta_net": 4}
+    assert config.local_window_sizes == ((4, 0), None)
+    assert len(config.layer_ropes) == 3
+    with pytest.raises(ValueError, match="mixer is 'mamba': use one of 'attention', 'delta_net'"):
+        LayerKind(mixer=cast("Any", "mamba"))
+    with pytest.raises(ValueError, match="window is 5, and mixer 'delta_net': only softmax"):
+        LayerKind(window=5, mixer="delta_net")
+    with pytest.raises(ValueError, match=r"rope is Rope.*, and mixer 'delta_net': only softmax"):
+        LayerKind(rope=Rope(1e6), mixer="delta_net")
+
+
+def test_a_decoder_without_softmax_attention_has_no_table_of_rope():
+    def names(config):
+        graphdef, shapes = abstract_decoder(config, mesh=mesh_of(seq=1))
+        tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        traced = jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x, x))(shapes, tokens)
+        return {equation.primitive.name for equation, _ in equations(traced.jaxpr)}
+
+    assert "sin" in names(HYBRID)
+    assert "sin" not in names(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +221,14 @@ def test_costs_count_its_own_projections():
         ),
         ({"rope": Rope(1e6)}, ValueError, "rope is Rope.*, which rope is of; leave it out"),
         ({"qk_norm": False}, ValueError, "qk_norm is False, and delta_net is given"),
-        ({"layer_pattern": (LayerKind(8),)}, ValueError, "layer_pattern is .*, and delta_net is"),
+        ({"layer_pattern": (LayerKind(8),)}, ValueError, "delta_net is .*, and none of the 2 laye"),
         ({"remat": "half"}, NotImplementedError, "remat is 'half', which recomputes softmax"),
+        (
+            {"layer_pattern": (LINEAR, FULL), "delta_net": None},
+            ValueError,
+            "delta_net is None, and layer_pattern has layers with mixer 'delta_net': pass their",
+        ),
+        ({"layer_pattern": (LINEAR, FULL), "remat": "half"}, NotImplementedError, "'half', which"),
     ],
 )
 def test_fields_that_it_would_ignore_raise(change, error, message):
@@ -176,6 +248,10 @@ def test_options_of_attention_raise(name):
     options: Any = {name: 0.5}
     with pytest.raises(TypeError, match=f"{name} is given, and the decoder's layers are Gated"):
         abstract_decoder(CONFIG, **options)
+    if name == "ulysses_axis":
+        message = "ulysses_axis is given, and some of the decoder's layers are Gated"
+        with pytest.raises(TypeError, match=message):
+            abstract_decoder(HYBRID, **options)
 
 
 def test_what_is_for_softmax_attention_raises(tmp_path):
@@ -184,9 +260,7 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     model: Decoder = nnx.merge(graphdef, shapes)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-    with pytest.raises(
-        ValueError, match=r"prefix_lengths is given, and the layers are Gated Delta"
-    ):
+    with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
     with pytest.raises(
         NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
@@ -198,13 +272,12 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
         save_model(model, tmp_path, max_length=64)
-    for layout in ("striped", "balanced:0"):
-        _, other = graphdef, abstract_decoder(CONFIG, mesh=mesh, layout=layout)
-        with pytest.raises(NotImplementedError, match=re.escape(f"layout is {layout!r}")):
-            jax.eval_shape(lambda *x, m=other: nnx.merge(*m)(*x), tokens, tokens)
+    striped = abstract_decoder(CONFIG, mesh=mesh, layout="striped")
+    with pytest.raises(NotImplementedError, match="layout is 'striped'"):
+        jax.eval_shape(lambda *x: nnx.merge(*striped)(*x), tokens, tokens)
     rules = ShardingRules.of(mesh_of(tensor=4))
     wrong: Any = {"mesh": mesh_of(tensor=4), "rules": rules}
     with pytest.raises(
-        ValueError, match=r"layers.attention.\w+.kernel has shape .*, 2, is sharded"
+        ValueError, match=r"delta_net_layers.attention.\w+.kernel has shape .*, 2, is shard"
     ):
         nnx.merge(*abstract_decoder(CONFIG, **wrong)).shardings()

@@ -25,7 +25,7 @@ from burst_jax.models.remat import (
     remat_of_layers,
     rematerialized,
 )
-from burst_jax.models.stack import Block, blocks_of, run_ahead, run_layers
+from burst_jax.models.stack import Block, Stacked, blocks_of, run_ahead, run_layers
 from burst_jax.ring.vjp import CHECKPOINT_NAMES
 
 RNG = np.random.default_rng(0)
@@ -67,35 +67,46 @@ def test_blocks(kinds, blocks):
         (run_ahead, "FFS", 2 + 1),
         (run_layers, "LGS", 3 + 3),
         (run_layers, "LL", 0),
+        # Those of T have another stack, of other shapes.
+        (run_layers, "LLTLLTLL", 3),
+        (run_ahead, "TLT", 3 + 3),
     ],
 )
 def test_values_and_gradients_are_those_of_a_loop(run, kinds, barriers):
-    layers = len(kinds)
     x, side = normal(3, 4), normal(3, 4)
-    cotangent = normal(3, 4), normal(layers, 4)
-    stacked = {"w": normal(layers, 2, 4), "b": normal(layers, 2)}
-    constant = {"scale": normal(layers, 2)}
-    functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid}
+    cotangent = normal(3, 4), normal(len(kinds), 4)
+    names = ["other" if kind == "T" else "stack" for kind in kinds]
+    stacked, constant = {}, {}
+    for name in dict.fromkeys(names):
+        layers = names.count(name)
+        stacked[name] = {"w": normal(layers, 2, 4), "b": normal(layers, 2)}
+        constant[name] = {"scale": normal(layers, 2)}
+    if "other" in stacked:
+        stacked["other"]["c"] = normal(names.count("other"), 2)
+    functions = {"L": jnp.tanh, "G": jnp.sin, "F": jnp.cos, "S": jax.nn.sigmoid, "T": jnp.arctan}
 
     def layer_of(kind):
         def layer(x, weights, frozen, side):
-            out = functions[kind](x @ weights["w"] + weights["b"])
+            out = functions[kind](x @ weights["w"] + weights["b"] + weights.get("c", 0))
             return x + out * frozen["scale"] * side, (out * out).sum(0)
 
         return layer
 
     by_kind = {kind: layer_of(kind) for kind in kinds}
-    in_order = [by_kind[kind] for kind in kinds]
+    in_order = [Stacked(name, by_kind[kind]) for name, kind in zip(names, kinds, strict=True)]
 
     # A gather with a derivative of its own, which each layer's gradient must pass.
-    def gather(weights):
+    def gather(stack, weights):
+        assert weights.keys() in (stacked[stack].keys(), constant[stack].keys())
         return jax.tree.map(lambda w: jnp.concatenate([w, 2 * w]), weights)
 
     def loop(x, stacked):
         sums = []
-        for index, layer in enumerate(in_order):
-            weights, frozen = jax.tree.map(lambda w, i=index: w[i], (stacked, constant))
-            x, each = layer(x, gather(weights), gather(frozen), side)
+        for index, (stack, layer) in enumerate(in_order):
+            own = names[:index].count(stack)
+            of_layer = jax.tree.map(lambda w, i=own: w[i], (stacked[stack], constant[stack]))
+            weights, frozen = (gather(stack, each) for each in of_layer)
+            x, each = layer(x, weights, frozen, side)
             sums.append(each)
         return x, jnp.stack(sums)
 

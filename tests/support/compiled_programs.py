@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -96,10 +97,14 @@ def gradient(attention):
     return run
 
 
-def compile_for(function, *shapes, **options):
-    """The finished GPU program, with the library's compiler options and those given, untimed."""
+def compile_for(function, *shapes, has_kernels=True, **options):
+    """The finished GPU program, with the library's compiler options and those given, untimed.
+
+    ``has_kernels``: False for a program :func:`of_empty_kernels`.
+    """
     options = {**_UNTIMED, **burst_jax.compiler_options("gpu"), **options}
-    with mosaic_compiles_for(jax.tree.leaves(shapes)[0].sharding.mesh):
+    kernels = contextlib.nullcontext() if has_kernels else of_empty_kernels()
+    with mosaic_compiles_for(jax.tree.leaves(shapes)[0].sharding.mesh), kernels:
         traced = jax.jit(function).trace(*shapes)
         return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
@@ -114,6 +119,21 @@ def mosaic_compiles_for(mesh):
     architecture = divmod(round(10 * capability), 10)
     with mock.patch.object(utils, "_infer_arch", return_value=architecture):
         yield
+
+
+def of_empty_kernels():
+    """A context: the kernels of programs that are lowered inside do nothing.
+
+    XLA sees of a kernel the name, the arrays and which of them it changes: what it schedules around
+    kernels, what is sent and the memory are the same, and compiling takes a third of the time.
+    tests/compiled/test_compiled_ring.py compares the two.
+    """
+    lower = lowering.lower_unpipelined_jaxpr_to_module
+
+    def lower_empty(mesh, jax_mesh, jaxpr, *args, **options):
+        return lower(mesh, jax_mesh, jaxpr.replace(eqns=[]), *args, **options)
+
+    return mock.patch.object(lowering, "lower_unpipelined_jaxpr_to_module", lower_empty)
 
 
 @functools.cache

@@ -80,8 +80,12 @@ def by_formulas(model, tokens, segments, cotangent):
         return {name: merged(each) for name, each in part.items()}
 
     def hidden(weights):
-        theta, soft_cap = config.layer_ropes[0].theta, config.logits_soft_cap
-        options = theta, soft_cap, segments
+        theta = config.layer_ropes[0].theta if config.layer_ropes else None
+        stacks = [
+            "layers" if kind.mixer == "attention" else "delta_net_layers"
+            for kind in config.layer_kinds
+        ]
+        options = theta, config.logits_soft_cap, segments, stacks
         return plain_model.decoder(merged(weights), tokens, positions, keep, *options)
 
     weights = nnx.to_pure_dict(nnx.state(model))

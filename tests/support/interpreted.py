@@ -36,7 +36,6 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src import callback, source_info_util
-from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import (
@@ -480,17 +479,6 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
 
 
-_compiling = threading.Lock()
-
-
-def _run_jaxpr(jaxpr, consts, *args):
-    """Runs one warpgroup. The first one compiles the program that all of them run."""
-    with _compiling:
-        lowered = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args).lower()
-        run = lowered.compile({"xla_backend_optimization_level": 0})
-    run(consts, *args)
-
-
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True, patience: float = 120.0):
     """Kernels that are traced and run inside are interpreted.
@@ -516,7 +504,6 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         patch(shared_memory, "GPUSharedMemory", _Memory),
         patch(shared_memory, "Barrier", _Barrier),
         patch(shared_memory, "ClusterBarrier", _ClusterBarrier),
-        patch(thread_map, "_run_jaxpr", _run_jaxpr),
         plgpu.force_gpu_interpret_mode(params),
     ):
         try:

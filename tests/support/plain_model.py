@@ -6,6 +6,9 @@ the library's, as nested dicts of arrays.
 
 from __future__ import annotations
 
+import collections
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,8 +130,12 @@ def _last_ids(segments):
     return filled
 
 
-def decoder(params, tokens, positions, keep, theta, soft_cap=None, segments=None):
-    """Hidden states after the final norm; ``params["layers"]`` are stacked along a first axis."""
+def decoder(params, tokens, positions, keep, theta, soft_cap=None, segments=None, stacks=None):
+    """Hidden states after the final norm.
+
+    ``stacks``: of each layer the key of ``params`` with its weights, which are stacked along a
+    first axis; None: all layers are in "layers".
+    """
 
     def layer(x, params):
         normed, mixer = rms_norm(x, params["attention_norm"]["scale"]), params["attention"]
@@ -140,7 +147,14 @@ def decoder(params, tokens, positions, keep, theta, soft_cap=None, segments=None
         up, gate = (normed @ params["mlp"][name]["kernel"] for name in ("up", "gate"))
         return x + (gate / (1 + jnp.exp(-gate)) * up) @ params["mlp"]["down"]["kernel"], None
 
-    x, _ = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
+    x, used = params["embedding"][tokens], collections.Counter()
+    if stacks is None:
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+    for stack, group in itertools.groupby(stacks or ()):
+        stop = used[stack] + len(list(group))
+        weights = jax.tree.map(lambda w, start=used[stack], stop=stop: w[start:stop], params[stack])
+        x, _ = jax.lax.scan(layer, x, weights)
+        used[stack] = stop
     return rms_norm(x, params["final_norm"]["scale"])
 
 
