@@ -88,7 +88,7 @@ class DecoderShardings:
         return jax.tree.unflatten(jax.tree.structure(weights), self.specs)
 
     def kept_axes(self, path: tuple[Any, ...]) -> tuple[str, ...]:
-        """The mesh axes over which a layer's weight is not gathered, by its path."""
+        """The mesh axes over which a layer's weight is not gathered, by its path in the decoder."""
         axes = logical_axes(path, self.config)
         return self.tensor_axes + (self.expert_axes if "expert" in axes else ())
 

@@ -17,7 +17,7 @@ from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.decoder_layer import DecoderLayer
 from burst_jax.models.shardings import embed
-from burst_jax.models.weights import name_of
+from burst_jax.models.weights import STACKS, name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, with_fused_qkv
@@ -255,13 +255,14 @@ class ServedModel:
 
     def _gathered_layer(self, weights: Any, specs: Any) -> Any:
         """The same for one layer's weights; experts are not gathered over their own axes."""
+        stack = STACKS["attention"]
         return jax.tree_util.tree_map_with_path(
             lambda path, weight, spec: gather_weights(
                 weight, spec, over=(), keep=self.shardings.kept_axes(path)
             ),
-            weights,
-            specs,
-        )
+            {stack: weights},
+            {stack: specs},
+        )[stack]
 
     def logits(self, weights: dict[str, Any], hidden: jax.Array) -> jax.Array:
         """Logits of all token ids, float32 ``[B, V]``, of hidden states ``[B, D]``."""

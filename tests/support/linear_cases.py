@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from jax import lax
 
 NAMES = ("o", "last", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstart")
 
@@ -92,12 +90,12 @@ def draw(
     value_dim = head_dim if value_dim is None else value_dim
 
     def normal(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), np.float32)
+        return rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32)
 
     def unit(*shape: int) -> np.ndarray:
         x = rng.standard_normal(shape)
         x /= np.linalg.norm(x, axis=-1, keepdims=True)
-        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     gates = batch, length, heads
     log_decay = (-decay * rng.random(gates)).astype(np.float32)
@@ -126,7 +124,7 @@ def draw(
 
 
 def truth(case: Case) -> dict[str, np.ndarray]:
-    """Output, last state and all gradients, by autodiff of the recurrence in float64."""
+    """Output, last state and all gradients of the recurrence, token by token in float64."""
     return truth_and_terms(case)[0]
 
 
@@ -134,45 +132,109 @@ def truth_and_terms(case: Case) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """``truth``, and what beta's gradient sums over: a number per column, ``[B, T, N, Hv]``.
 
     The rounding of a sum is relative to its terms, and few tokens can have terms that cancel.
+    NumPy, because XLA would compile it again for every shape.
     """
-    with jax.enable_x64(True):
-        arrays = [jnp.asarray(x, jnp.float64) for x in case[:8]]
-        if case.ids is None:
-            shape = case.v.shape[:2]
-            begins, valid = jnp.zeros(shape, bool), jnp.ones(shape, bool)
-        else:
-            begins, valid = jnp.asarray(case.begins), jnp.asarray(case.valid)
-
-        def run(q, k, v, log_decay, beta, start):
-            return _recurrence(q, k, v, log_decay, beta, start, begins, valid, case.scale)
-
-        # A beta for each column: its gradient's terms.
-        arrays[4] = jnp.broadcast_to(arrays[4][..., None], case.v.shape)
-        results, vjp = jax.vjp(run, *arrays[:6])
-        gradients = vjp((arrays[6], arrays[7]))
-        found = dict(zip(NAMES, map(np.asarray, (*results, *gradients)), strict=True))
-        terms = found["dbeta"]
-        return found | {"dbeta": terms.sum(-1)}, terms
+    run = _Recurrence(case)
+    o, last = run.forward()
+    gradients, terms = run.backward()
+    return dict(zip(NAMES, (o, last, *gradients), strict=True)), terms
 
 
-def _recurrence(q, k, v, log_decay, beta, start, begins, valid, scale):
-    groups = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(x, groups, axis=2) for x in (q, k))
+class _Step(NamedTuple):
+    """A token of all sequences and heads, ``[B, N, ...]`` in float64.
 
-    @jax.checkpoint  # Of each token the state alone is kept.
-    def step(state, token):
-        q, k, v, log_decay, beta, begins, valid = token
-        decay = jnp.where(begins[:, None], 0, jnp.exp(log_decay))[..., None, None]
-        old = decay * state
-        change = beta * (v - jnp.einsum("bnk,bnkv->bnv", k, old))
-        new = old + k[..., None] * change[..., None, :]
-        new = jnp.where(valid[:, None, None, None], new, state)
-        o = jnp.where(valid[:, None, None], scale * jnp.einsum("bnk,bnkv->bnv", q, new), 0)
-        return new, o
+    Attributes:
+      q: query.
+      k: key.
+      decay: factor on the state, 0 where a document begins; 1 in padding.
+      beta: 0 in padding.
+      before: the state before it.
+      missing: what the value has that the decayed state does not return for the key.
+    """
 
-    tokens = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta, begins, valid)]
-    last, o = lax.scan(step, start, tuple(tokens))
-    return jnp.moveaxis(o, 0, 1), last
+    q: np.ndarray
+    k: np.ndarray
+    decay: np.ndarray
+    beta: np.ndarray
+    before: np.ndarray
+    missing: np.ndarray
+
+    @property
+    def old(self) -> np.ndarray:
+        """The decayed state."""
+        return self.decay * self.before
+
+    @property
+    def after(self) -> np.ndarray:
+        """The state after it."""
+        return self.old + self.k[..., None] * (self.beta * self.missing)[..., None, :]
+
+
+class _Recurrence:
+    """The rule and its gradients; of the states only one in 32 is kept."""
+
+    def __init__(self, case: Case) -> None:
+        q, k, v, log_decay, beta, start = (np.asarray(x, np.float64) for x in case[:6])
+        groups = v.shape[2] // k.shape[2]
+        q, k = (np.repeat(x, groups, axis=2) for x in (q, k))
+        do, decay = np.asarray(case.do, np.float64), np.exp(log_decay)
+        if case.ids is not None:
+            valid = case.valid[..., None]
+            decay = np.where(valid, np.where(case.begins[..., None], 0, decay), 1)
+            beta, do = np.where(valid, beta, 0), np.where(valid[..., None], do, 0)
+        self.case, self.q, self.k, self.v, self.decay, self.beta = case, q, k, v, decay, beta
+        self.do, self.kept, self.length = do, [start], v.shape[1]
+
+    def steps(self, number: int) -> list[_Step]:
+        """Those from the kept state of this number to the next one."""
+        state, found = self.kept[number], []
+        for t in range(32 * number, min(32 * number + 32, self.length)):
+            q, k, b = self.q[:, t], self.k[:, t], self.beta[:, t, :, None]
+            d = self.decay[:, t, :, None, None]
+            missing = self.v[:, t] - np.einsum("bnk,bnkv->bnv", k, d * state)
+            found.append(_Step(q, k, d, b, state, missing))
+            state = found[-1].after
+        return found
+
+    def forward(self) -> tuple[np.ndarray, np.ndarray]:
+        """The output and the last state."""
+        o = []
+        for number in range(-(-self.length // 32)):
+            steps = self.steps(number)
+            self.kept.append(steps[-1].after)
+            o += [np.einsum("bnk,bnkv->bnv", step.q, step.after) for step in steps]
+        result = self.case.scale * np.stack(o, 1)
+        if self.case.ids is not None:
+            result[~self.case.valid] = 0
+        return result, self.kept[-1]
+
+    def backward(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Gradients in the order of the inputs, and the terms of beta's."""
+        case, (batch, length, heads, dim) = self.case, self.q.shape
+        dq, dk = np.zeros((2, batch, length, heads, dim))
+        dv, terms = np.zeros((2, *self.v.shape))
+        dlog_decay = np.zeros((batch, length, heads))
+        dstate, steps = np.asarray(case.dlast, np.float64), self.steps(0)
+        for t in reversed(range(length)):
+            if t % 32 == 31 or t == length - 1:
+                steps = self.steps(t // 32)
+            step, do = steps[t % 32], self.do[:, t]
+            dq[:, t] = case.scale * np.einsum("bnkv,bnv->bnk", step.after, do)
+            dstate = dstate + case.scale * step.q[..., None] * do[..., None, :]
+            dchange = np.einsum("bnk,bnkv->bnv", step.k, dstate)
+            terms[:, t] = dchange * step.missing
+            dv[:, t] = step.beta * dchange
+            dk[:, t] = np.einsum("bnkv,bnv->bnk", dstate, step.beta * step.missing)
+            dk[:, t] -= np.einsum("bnkv,bnv->bnk", step.old, dv[:, t])
+            dold = dstate - step.k[..., None] * dv[:, t, :, None, :]
+            dlog_decay[:, t] = (dold * step.old).sum((-1, -2))
+            dstate = step.decay * dold
+        if case.ids is not None:
+            for x in (terms, dlog_decay):
+                x[~case.valid] = 0
+        grouped = batch, length, case.k.shape[2], -1, dim
+        dq, dk = (x.reshape(grouped).sum(3) for x in (dq, dk))
+        return [dq, dk, dv, dlog_decay, terms.sum(-1), dstate], terms
 
 
 def error(got: Any, want: np.ndarray, terms: np.ndarray | None = None) -> float:

@@ -119,7 +119,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, kills):
 def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
     given |= {"model": None, "lr": 1e-3, "dtype": "float32", "moment_dtype": "float32"}
-    given |= {"text_key": "text", "mixer": "attention"}
+    given |= {"text_key": "text", "mixer": "attention", "full_attention_interval": None}
     given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
     here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
     return argparse.Namespace(**given | here | changed)
