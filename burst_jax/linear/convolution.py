@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import permuted
 from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
-from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others, tokens_before
+from burst_jax.linear.split_documents import (
+    Slots,
+    SplitRuns,
+    are_of_others,
+    tokens_before,
+    with_zone,
+)
 from pallas_kernels.arrays import vary, varying_axes
 from pallas_kernels.device import Target
 from pallas_kernels.linear.chunks import Tokens
@@ -54,7 +61,8 @@ def _of_documents(
 
     These read what the run's document has before it, wherever that is.
     """
-    ids = arrays["segment_ids"] - jnp.int32(padding_id)  # In the tables padding is 0.
+    # In the tables padding is 0.
+    ids = with_padding_zero("segment_ids", arrays["segment_ids"], padding_id)
     wrong = are_of_others(arrays["run_checksums"], ids)
     weight, valid = arrays["weight"], ids != 0
     x = jnp.where(valid[..., None], arrays["x"], jnp.zeros((), arrays["x"].dtype))
@@ -66,7 +74,7 @@ def _of_documents(
         return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, y.dtype), y)
     of_split = SplitRuns.of(arrays)
     slots = Slots.of(of_split, zone, min(halo, zone))
-    begins = begins.at[:, -zone:].set(begins[:, -zone:] | slots.begins)
+    begins = with_zone(begins, begins[:, -zone:] | slots.begins)
     y = _convolved(*_with_halo(ALONE, (x, Tokens(begins, valid)), halo), weight)
     before, exists = tokens_before(runs, of_split, x[:, -zone:], halo)
     batch, count = of_split.shape
@@ -78,7 +86,7 @@ def _of_documents(
     of_firsts = _convolved(jnp.concatenate([before, firsts], 1), tokens, weight)
     of_firsts = slots.pasted(of_firsts.reshape(batch, -1, x.shape[2]))
     of_zone = jnp.where(slots.has[..., None], of_firsts, y[:, -zone:])
-    y = y.at[:, -zone:].set(of_zone)
+    y = with_zone(y, of_zone)
     return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, y.dtype), y)
 
 

@@ -22,7 +22,7 @@ from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
 from burst_jax.linear.exchange import Maps, arriving
 from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
-from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others
+from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others, with_zone
 from burst_jax.linear.split_documents import arriving as arriving_in_documents
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.device import Target, current_target
@@ -92,7 +92,7 @@ def _of_documents(
     if runs.zone:
         of_split = SplitRuns.of(arrays)
         slots = Slots.of(of_split, runs.zone, runs.zone)
-        ids = ids.at[:, -runs.zone :].set(jnp.where(slots.has, 0, ids[:, -runs.zone :]))
+        ids = with_zone(ids, jnp.where(slots.has, 0, ids[:, -runs.zone :]))
     inputs = _inputs(ALONE, {**arrays, "segment_ids": ids}, 0)
     o, _ = _scanned(request, ALONE, inputs, _start(ALONE, arrays), target)
     if of_split is not None and slots is not None:
@@ -108,7 +108,7 @@ def _of_documents(
         start = jnp.repeat(_start(ALONE, arrays), count, 0)
         of_pieces, _ = _scanned(request, runs, pieces, start, target, of_split)
         of_pieces = of_pieces.reshape(batch, -1, *o.shape[2:])
-        o = o.at[:, -runs.zone :].add(slots.pasted(of_pieces))
+        o = with_zone(o, o[:, -runs.zone :] + slots.pasted(of_pieces))
     return jnp.where(lax.expand_dims(wrong, (1, 2, 3)), jnp.asarray(jnp.nan, o.dtype), o)
 
 

@@ -105,6 +105,14 @@ class Slots(NamedTuple):
         return _moved(x, (self.place, self.has), (self.token, self.used))
 
 
+def with_zone(x: jax.Array, zone: jax.Array) -> jax.Array:
+    """``x [B, tokens, ...]`` with other last tokens, ``[B, z, ...]``.
+
+    Not by ``x.at[...].set``, at which JAX 0.11's compiler for CPUs crashes here.
+    """
+    return jnp.concatenate([x[:, : x.shape[1] - zone.shape[1]], zone], 1)
+
+
 Move = tuple[jax.Array, jax.Array]
 
 
