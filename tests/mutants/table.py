@@ -39,6 +39,7 @@ SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
 OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
@@ -666,6 +667,12 @@ MUTANTS = [
      "valid & (before != here)", LINEAR_RING),
     ("burst_jax/linear/delta_rule.py", "Maps(m.swapaxes(-1, -2), own)", "Maps(m, own)", LINEAR_RING),
     ("burst_jax/linear/delta_rule.py", "jnp.where(is_last, ends, 0).sum(0)", "ends.sum(0)", LINEAR_RING),
+    ("burst_jax/linear/split_documents.py", "begins = has & (offset == 0)", "begins = has", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "jnp.where(lax.expand_dims(is_first, range(1, state.ndim)), 0, state)", "state", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "is_first = jnp.concatenate([is_first[:, 1:], jnp.ones_like(is_first[:, :1])], 1)", "pass", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "exists = wanted >= of_own[1]", "exists = wanted >= 0", LINEAR_BALANCED),
+    ("burst_jax/layouts/run_tables.py", "begins[::length] = True", "pass", LINEAR_BALANCED),
+    ("burst_jax/linear/document_tables.py", "if found.run_checksums.shape[0] != batch:", "if False:", LINEAR_BALANCED),
     ("burst_jax/linear/convolution.py", "reaches & ~begins", "reaches",
      "tests/linear/test_convolution.py"),
     ("burst_jax/linear/convolution.py", "jnp.where(is_first, x, y)", "y",
