@@ -23,6 +23,7 @@ from burst_jax.layers.norm import RMSNorm
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
+from burst_jax.linear.convolution import convolved
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -304,15 +305,16 @@ class GatedDeltaNet(nnx.Module):
             )
         layer = gather_explicit(self)
         x = x[:, None]
-        convolved, tails = [], []
+        mixed, tails = [], []
         for name in ("query", "key", "value"):
             inputs, tail = project(getattr(layer, name), x), getattr(state, name)
             window = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
             taps = getattr(layer, f"{name}_conv")[...]
-            total = (window.astype(jnp.float32) * taps.astype(jnp.float32)).sum(1)
-            convolved.append(jax.nn.silu(total.astype(inputs.dtype)))
+            flat = window.reshape(*window.shape[:2], -1), None, taps.reshape(taps.shape[0], -1)
+            token = convolved(*flat).astype(inputs.dtype).reshape(inputs[:, 0].shape)
+            mixed.append(jax.nn.silu(token))
             tails.append(window[:, 1:])
-        query, key, value = convolved
+        query, key, value = mixed
         decay, beta = layer.gates(x)
         out, new = gated_delta_rule_step(
             unit(query), unit(key), value, decay[:, 0], beta[:, 0], state.state
@@ -355,16 +357,16 @@ class GatedDeltaNet(nnx.Module):
         if inside:
             layer._check_local_heads()
 
-        def convolved(linear: nnx.LinearGeneral, taps: nnx.Param) -> jax.Array:
+        def mixed(linear: nnx.LinearGeneral, taps: nnx.Param) -> jax.Array:
             inputs = project(linear, x)
             flat = inputs.reshape(*inputs.shape[:2], -1)
             weight = taps[...].reshape(taps.shape[0], -1)
             out = short_convolution(flat, weight, **options)
             return jax.nn.silu(out).reshape(inputs.shape)
 
-        query = unit(convolved(layer.query, layer.query_conv))
-        key = unit(convolved(layer.key, layer.key_conv))
-        value = convolved(layer.value, layer.value_conv)
+        query = unit(mixed(layer.query, layer.query_conv))
+        key = unit(mixed(layer.key, layer.key_conv))
+        value = mixed(layer.value, layer.value_conv)
         found = gated_delta_rule(
             query, key, value, *layer.gates(x), implementation=implementation,
             return_final_state=return_state, **options,

@@ -51,7 +51,7 @@ def in_shard(
         x = jnp.where(tokens.valid[..., None], x, jnp.zeros((), x.dtype))
     halo = weight.shape[0] - 1
     with_halo = _with_halo(runs, (x, tokens), halo) if halo else (x, tokens)
-    return (runs.join(_convolved(*with_halo, weight)),)
+    return (runs.join(convolved(*with_halo, weight)),)
 
 
 def _of_documents(
@@ -70,12 +70,12 @@ def _of_documents(
     begins = jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
     if not (halo and zone):
         tree = (x, Tokens(begins, valid))
-        y = _convolved(*(_with_halo(ALONE, tree, halo) if halo else tree), weight)
+        y = convolved(*(_with_halo(ALONE, tree, halo) if halo else tree), weight)
         return jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, y.dtype), y)
     of_split = SplitRuns.of(arrays)
     slots = Slots.of(of_split, zone, min(halo, zone))
     begins = with_zone(begins, begins[:, -zone:] | slots.begins)
-    y = _convolved(*_with_halo(ALONE, (x, Tokens(begins, valid)), halo), weight)
+    y = convolved(*_with_halo(ALONE, (x, Tokens(begins, valid)), halo), weight)
     before, exists = tokens_before(runs, of_split, x[:, -zone:], halo)
     batch, count = of_split.shape
     flat = batch * count, -1
@@ -83,7 +83,7 @@ def _of_documents(
     valid = jnp.concatenate([exists.reshape(flat), slots.used.reshape(flat)], 1)
     tokens = Tokens(jnp.zeros_like(valid), valid)
     before = before.reshape(batch * count, halo, x.shape[2])
-    of_firsts = _convolved(jnp.concatenate([before, firsts], 1), tokens, weight)
+    of_firsts = convolved(jnp.concatenate([before, firsts], 1), tokens, weight)
     of_firsts = slots.pasted(of_firsts.reshape(batch, -1, x.shape[2]))
     of_zone = jnp.where(slots.has[..., None], of_firsts, y[:, -zone:])
     y = with_zone(y, of_zone)
@@ -92,8 +92,8 @@ def _of_documents(
 
 # What the sum is computed from is an input: saved would be float32 copies of it.
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def _convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Array:
-    """The sum over taps, for all tokens but the first ones, which precede a run."""
+def convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Array:
+    """The sum over taps, for all tokens but the first W - 1, which precede a run."""
     taps, wide = weight.shape[0], jnp.float32
     length = x.shape[1] - (taps - 1)
     total = jnp.zeros((), wide)

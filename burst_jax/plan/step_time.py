@@ -74,7 +74,7 @@ def attention_of(
     Raises:
       ValueError: the strategy cannot shard the length.
     """
-    window = () if kind.window is None else (("local_window_size", (kind.window - 1, 0)),)
+    window = () if kind.window is None else (("local_window_size", kind.local_window_size),)
     shape = AttentionShape(
         length,
         rows,

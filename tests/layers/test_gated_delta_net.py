@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 import pytest
+import qwen3_next_layer
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
@@ -249,3 +250,25 @@ def test_wrong_calls_inside_a_shard_map(call, error, message):
             ),
             X,
         )
+
+
+def test_equals_the_layer_of_transformers():
+    """Qwen3NextGatedDeltaNet in float32, whose output is stored."""
+    mesh = mesh_of(seq=3)
+    layer = GatedDeltaNet(
+        qwen3_next_layer.FEATURES, qwen3_next_layer.HEADS,
+        num_key_heads=qwen3_next_layer.KEY_HEADS, head_dim=qwen3_next_layer.HEAD_DIM,
+        value_head_dim=qwen3_next_layer.VALUE_DIM, rngs=nnx.Rngs(0), mesh=mesh, layout="zigzag",
+    )  # fmt: skip
+    given = qwen3_next_layer.parameters()
+    state = nnx.state(layer)
+    for path, leaf in nnx.to_flat_state(state):
+        weight = given.pop(".".join(map(str, path)))
+        assert leaf.get_value().shape == weight.shape
+        leaf.set_value(jnp.asarray(weight))
+    assert not given
+    nnx.update(layer, state)
+    out = from_layout(layer(to_layout(jnp.asarray(qwen3_next_layer.X), "zigzag", 3)), "zigzag", 3)
+    want = np.load(qwen3_next_layer.FILE)["out"]
+    # The stored output is 5.6e-7 from float64 itself.
+    np.testing.assert_allclose(out, want, rtol=0, atol=2e-6 * np.abs(want).max())

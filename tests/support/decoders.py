@@ -9,7 +9,8 @@ import plain_model
 from flax import nnx
 from implementations import quick_jit
 
-import burst_jax
+from burst_jax.layouts import document_tables
+from burst_jax.layouts.parse import parse_layout
 from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh import axes_size
 
@@ -43,10 +44,15 @@ def on_its_mesh(model, tokens, segments, cotangent, **masks):
     options = dict(model.options)
     mesh, layout = options["mesh"], options["layout"]
     shards = axes_size(mesh, options.get("seq_axis", "seq"))
-    positions = burst_jax.positions(layout, tokens.shape[1], num_shards=shards)
-    tokens, segments, cotangent = (
-        burst_jax.to_layout(x, layout, shards) for x in (tokens, segments, cotangent)
-    )
+    found = parse_layout(layout).order_of(np.asarray(segments), shards)
+    positions, rows = np.maximum(found.order, 0), np.arange(len(tokens))[:, None]
+    tokens, cotangent = tokens[rows, positions], cotangent[rows, positions]
+    is_token, segments = found.order >= 0, found.segment_ids
+    if not found.layout.is_fixed:
+        cotangent = cotangent * is_token[..., None]
+        masks["document_tables"] = document_tables(
+            layout, segments, positions, shards, linear_attention=True
+        )
     trained = nnx.Param if model.config.lora is None else nnx.LoRAParam
     graphdef, weights, others = nnx.split(model, trained, ...)
 
@@ -61,7 +67,10 @@ def on_its_mesh(model, tokens, segments, cotangent, **masks):
         return out, vjp(cotangent)[0]
 
     out, gradients = jax.device_get(run(weights, others, cotangent))
-    return burst_jax.from_layout(out, layout, shards), without_head(nnx.to_pure_dict(gradients))
+    natural = np.zeros_like(out)
+    batch, place = np.nonzero(is_token)
+    natural[batch, positions[batch, place]] = out[batch, place]
+    return natural, without_head(nnx.to_pure_dict(gradients))
 
 
 def by_formulas(model, tokens, segments, cotangent):
