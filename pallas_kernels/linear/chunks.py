@@ -13,8 +13,8 @@ from jax import lax
 CHUNK = 64
 HEAD_DIM = 128
 # Smaller betas are raised to it: the gradient of beta is a sum divided by beta^2, which must be
-# right for a beta of 0, too. Float16 still has 10 bits for such rows of A, and the output changes by
-# less than bfloat16 resolves.
+# right for a beta of 0, too. Float16 still has 10 bits for such rows of A, and the output changes
+# by less than bfloat16 resolves.
 SMALLEST_BETA = 2.0**-14
 # exp of it is 0 in float32.
 LEAST_LOG_DECAY = -104.0
