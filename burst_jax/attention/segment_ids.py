@@ -61,7 +61,7 @@ def with_padding_zero(name: str, ids: Any, padding_id: int) -> Any:
 
     Args:
       name: of the argument.
-      ids: int32, of documents not negative.
+      ids: int32; those of documents are not negative.
       padding_id: the id of padding. It becomes 0, and unless it was 0 all others grow by 1.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``RunTables``: what linear attention in a balanced batch reads of its split documents.
+"""``RunTables``: what linear attention needs to know about a balanced batch's split documents.
 
 A document that is split over the shards has a few runs of adjacent tokens on each of them, all in
 their gathered zones. Linear attention exchanges a map of the state for each run, and composes those
@@ -15,8 +15,8 @@ import numpy as np
 
 from burst_jax.layouts.checksums import checksums
 
-# The runs of a shard are counted in powers of two from this one on, so that few programs are
-# compiled: it has room for one split document.
+# The number of runs of a shard is padded to a power of two, at least this one, so that few programs
+# are compiled. It has room for one split document.
 FEWEST_RUNS = 2
 
 
@@ -29,8 +29,8 @@ class RunTables(NamedTuple):
       run_checksums: uint32 ``[B, n]``, of the segment ids of every shard.
       runs: int32 ``[B, 3, n R]``: of the runs of each shard, in the order of its tokens, the index
         of the first token in the shard's gathered zone, the number of tokens, and the place of the
-        run in ``run_order``. Empty runs are the last ones of a shard; they have no tokens and begin
-        behind the zone. None without a gathered zone.
+        run in ``run_order``. Empty runs are the last ones of a shard; they have no tokens, and the
+        zone's size as the index. None without a gathered zone.
       run_order: int32 ``[B, 3, n R]``: of all runs of a sequence, one document after the other, in
         the order of a document's tokens, the index in ``[n, R]``, the number of tokens up to the
         run's end, and the number of tokens before its document. Empty runs come last. None with
@@ -141,7 +141,7 @@ def _tables_of_row(
     place[order] = np.arange(len(order))
     ends = np.cumsum(size[order])
     starts = ends - size[order]
-    # Of each run its document's first one.
+    # For each run, the tokens before the first run of its document.
     document = runs.document[ranked]
     before = np.concatenate([starts[np.searchsorted(document, document)], starts[len(document) :]])
     return np.stack([start, size, place]), np.stack([order, ends, before])

@@ -47,7 +47,7 @@ class _Options(TypedDict, total=False):
     implementation: str | None
 
 
-# A TypedDict may have further keys, for all a type checker knows.
+# Inconsistent to a type checker, which must assume that a TypedDict may have further keys.
 @overload
 def gated_delta_rule(  # pyrefly: ignore[inconsistent-overload]
     query: jax.Array,

@@ -2,8 +2,8 @@
 
 Forward: the affine map of each run of tokens, an exchange of maps, the scan from the states that
 arrive. Backward: the gradient of each run's first state from its own tokens, an exchange with M
-transposed, then all gradients. A device alone needs neither map nor exchange, and so do the whole
-documents of a balanced batch; the runs of its split documents are sequences of their own.
+transposed, then all gradients. A device alone needs neither map nor exchange, nor do the whole
+documents of a balanced batch. Each run of its split documents is a sequence of its own.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _check_forgotten_axes(seq: tuple[str, ...], layout: Layout) -> None:
 
 
 def _check_unused(names: Mapping[str, AxisNames]) -> None:
-    """Raises ValueError for axes that say nothing about one device's arrays."""
+    """Raises ValueError if a mesh axis is named that one device's arrays have no use for."""
     for argument in ("batch_axis", "tensor_axis"):
         if names[argument] is not None:
             raise ValueError(

@@ -11,7 +11,7 @@ from jax import lax
 
 from burst_jax.layouts.layout import Layout
 
-# Up to so many devices all maps are gathered.
+# Up to this number of devices, all maps are gathered.
 GATHERED = 8
 
 

@@ -1,10 +1,10 @@
 """Split documents of a balanced batch: their runs as sequences, and what is exchanged between them.
 
-On a device whole documents need no other one. A run of a split document, adjacent tokens of it on
-one device, is a sequence of its own. Its first state follows from the maps of the document's
-earlier runs, on whatever devices they are: every device gathers the maps of all runs and composes
-those of each document in the document's order. The tables of the batch have that order
-(:mod:`burst_jax.layouts.run_tables`).
+A document that is whole on a device needs nothing from other devices. A run, adjacent tokens of a
+split document on one device, is scanned as a sequence of its own. Its first state follows from the
+maps of the document's earlier runs, on whatever devices they are: every device gathers the maps of
+all runs and composes those of each document in the document's order. The tables of the batch have
+that order (:mod:`burst_jax.layouts.run_tables`).
 
 Letters: B sequences, n devices, R runs of a device, z tokens of its gathered zone.
 """
@@ -33,8 +33,8 @@ class SplitRuns(NamedTuple):
         those without tokens.
       size: ``[B, R]``, its number of tokens.
       place: ``[B, R]``, its place among all runs in the order of documents.
-      index: ``[B, n R]``: of the runs in that order the index in ``[n, R]``.
-      begin: ``[B, n R]``: the number of tokens before the run, of all documents.
+      index: ``[B, n R]``: the index in ``[n, R]`` of each run, in that order, like the next three.
+      begin: ``[B, n R]``: the number of tokens in all runs before this one.
       end: ``[B, n R]``: the number up to its end.
       document: ``[B, n R]``: the number before its document.
     """
@@ -64,7 +64,7 @@ class SplitRuns(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the first tokens of each run are in the zone and in slots of equal length, R of them.
+    """R slots of equal length for the first tokens of each run, and their places in the zone.
 
     Attributes:
       token: int32 ``[B, R length]``: the index in the zone of each place of the slots.
@@ -143,12 +143,14 @@ _moved.defvjp(_forward, _backward)
 
 
 def are_of_others(run_checksums: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Bool ``[B]``, whether the tables are those of other documents; ids with 0 for padding."""
+    """Bool ``[B]``, whether the tables are those of other documents. In the ids 0 is padding."""
     return run_checksums[:, 0] != checksums(segment_ids, np.zeros((), np.int32), jnp)
 
 
 def arriving(runs: DocumentRuns, of: SplitRuns, maps: Maps, *, reverse: bool = False) -> jax.Array:
-    """What arrives at each of this device's runs: the maps of its document before it, in order.
+    """The state that arrives at each of this device's runs, from its document's earlier runs.
+
+    It is that of their maps, composed in the document's order.
 
     Args:
       runs: of all devices.
@@ -182,7 +184,7 @@ def arriving(runs: DocumentRuns, of: SplitRuns, maps: Maps, *, reverse: bool = F
 def tokens_before(
     runs: DocumentRuns, of: SplitRuns, zone: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The last ``count`` tokens of its document before each run, which several runs may have.
+    """For each run the last ``count`` tokens before it in its document; several runs may hold them.
 
     Args:
       runs: of all devices.

@@ -82,7 +82,7 @@ class Segment(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Index behind the last layer."""
+        """Index after the last layer."""
         return self.layer + self.count
 
 

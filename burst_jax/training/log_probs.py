@@ -1,7 +1,7 @@
 """One device's log-probabilities of targets, and entropies, without all logits.
 
-What a caller makes of them is not known in the forward pass, unlike a loss: the backward pass
-computes each chunk's logits again, from the log-sum-exp that the forward pass saved. Four matrix
+Unlike for a loss, the forward pass does not know the gradients of its results. So the backward pass
+recomputes each chunk's logits, and uses the log-sum-exp that the forward pass saved. Four matrix
 products in all, three if one of the two gradients is not needed.
 """
 

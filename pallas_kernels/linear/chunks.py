@@ -12,19 +12,21 @@ from jax import lax
 # Tokens of a chunk, and the head dim of keys and values that the kernels have.
 CHUNK = 64
 HEAD_DIM = 128
-# The gradient of beta is a sum divided by beta^2. With 0 as 2^-14 it is right there, too; float16
-# still has 10 bits of such rows of A, and the output changes by less than bfloat16 shows.
+# Smaller betas are raised to it: the gradient of beta is a sum divided by beta^2, which must be
+# right for a beta of 0, too. Float16 still has 10 bits for such rows of A, and the output changes
+# by less than bfloat16 resolves.
 SMALLEST_BETA = 2.0**-14
 # exp of it is 0 in float32.
 LEAST_LOG_DECAY = -104.0
-# Of LogDecays.coarse: 64 least log decays have less than 2^24 steps, so that their sum is exact.
+# LogDecays.coarse has multiples of it: 64 of the least log decays add up to less than 2^24 steps,
+# so their sum is exact in float32.
 _STEP = 2.0**-11
-# log2 of a decay that leaves nothing in float32, whose least number is 2^-149, of a state.
+# log2 of a decay that leaves nothing of a state in float32, whose least number is 2^-149.
 _FORGOTTEN = -192.0
 # Where the vectors are in an array ``[B, N, chunks, VECTORS * 64]``: the decay from the chunk's
 # start to a token (0 if a document begins in between), the decay from a token to the chunk's end
-# (the same), log2 of the decay from the chunk's start, the index in the chunk of the first token
-# of a token's document, and beta.
+# (0 in the same case), log2 of the decay from the chunk's start, the index in the chunk of the
+# first token of a token's document, and beta.
 INTO, OUT, LOG, START, BETA = (CHUNK * i for i in range(5))
 VECTORS = 5
 
@@ -82,7 +84,7 @@ class LogDecays(NamedTuple):
         return LogDecays(self.coarse[index], self.fine[index])
 
     def since(self, earlier: LogDecays) -> jax.Array:
-        """The log decays from other tokens to these."""
+        """The log decays from the tokens of ``earlier`` to these, with broadcasting."""
         return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
 
     def total(self) -> jax.Array:
@@ -94,9 +96,9 @@ class Decays(NamedTuple):
     """Decays within chunks, ``[..., 64]``.
 
     Attributes:
-      logs: from a chunk's start, whatever documents begin.
+      logs: from a chunk's start, across document boundaries.
       into: from a chunk's start; 0 where a document begins in between.
-      out: to a chunk's end, the same.
+      out: to a chunk's end; 0 where a document begins in between.
       document: int32, how many documents begin in the chunk up to a token; None without documents.
     """
 
@@ -113,7 +115,7 @@ def chunk_decays(log_decay: jax.Array, begins: jax.Array | None = None) -> Decay
       log_decay: ``[..., 64]``, 0 in padding.
       begins: bool ``[..., 64]``, whether a document begins; None without documents.
     """
-    # Less than the least is the same decay; so is the gradient.
+    # Below the least log decay neither the decay nor the gradient changes.
     log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
     coarse = lax.stop_gradient(jnp.round(log_decay / _STEP) * _STEP)
     logs = LogDecays(*cumulative_sum(jnp.stack([coarse, log_decay - coarse])))
@@ -170,21 +172,21 @@ def decay_of(
 
 
 def reaching(vectors: jax.Array, least: int) -> tuple[jax.Array, jax.Array]:
-    """Which chunks can change the state after all of them, and the gradient of that before them.
+    """Which chunks can affect the last state, and which ones the gradient of the first state.
 
-    Others are forgotten: a state decays to nothing from them to the last chunk, or from the first
-    chunk to them, or a document begins in between.
+    Others have no effect: a state decays to nothing between them and the last chunk, or between the
+    first chunk and them, or a document begins in between.
 
     Args:
       vectors: :func:`chunk_vectors`.
-      least: so many chunks are included, or all.
+      least: minimum number of chunks to include; all, if there are fewer.
 
     Returns:
       int32 ``[B, N]``: the first chunk that reaches the end, and the last one that the beginning
       reaches.
     """
     chunks, end = vectors.shape[2], CHUNK - 1
-    # Where a document begins, the log decay is that without it.
+    # LOG ignores document boundaries; across one nothing is left.
     log = jnp.where(vectors[..., INTO + end] == 0, _FORGOTTEN, vectors[..., LOG + end])
     forgotten = [jnp.cumsum(log, axis=2) <= _FORGOTTEN for log in (log[..., ::-1], log)]
     # The chunk that makes the decay too strong is needed, too.

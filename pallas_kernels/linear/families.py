@@ -43,7 +43,7 @@ def gate_gradients(
 
 
 def sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
-    """Sums gradients of value heads over those of each key head."""
+    """Sums the gradients of the value heads that share a key head."""
     batch, length, heads, dim = x.shape
     if heads == key_heads:
         return x
@@ -85,7 +85,7 @@ def unsupported(inputs: Inputs) -> str | None:
 
 
 def unmarked[Results](function: Callable[..., Results]) -> Callable[..., Results]:
-    """``function`` of arrays that vary over mesh axes.
+    """``function``, run on arrays that are not marked as varying over mesh axes; its results are.
 
     A kernel's loop may carry both what it has loaded, which would be marked, and what it computes
     by thread, which would not.

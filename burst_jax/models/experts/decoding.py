@@ -1,9 +1,10 @@
-"""Experts for the few tokens of a decoding step, which read each expert that is hit once.
+"""Experts for the few tokens of a decoding step, which read each selected expert once.
 
-All tokens go through every expert that any of them was sent to, with a weight of 0 for the others,
-so nothing is sorted or gathered::
+An expert is selected if the router sends any of the tokens to it. All tokens go through every
+selected expert, with a weight of 0 where they were not sent to it, so nothing is sorted or
+gathered::
 
-    tokens [n, D] -> gate, up [U, n, M], of the U experts hit -> hidden -> tokens [n, D]
+    tokens [n, D] -> gate, up [U, n, M], of the U selected experts -> hidden -> tokens [n, D]
 
 The multiplications that this wastes take no time: for up to 64 tokens the products are bound by
 reading the experts' weights.

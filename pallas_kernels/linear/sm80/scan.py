@@ -3,8 +3,14 @@
 A CTA has 64 of a head's value columns. The state is kept transposed, ``[64 columns, 128 keys]``, as
 the accumulator of one warpgroup, and the left operands of the chain's products, S, R and U, are its
 registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T`` and ``S^T' = through S^T +
-(out U)^T K``. A second warpgroup has the results of every chunk, one chunk behind: the chain hands
-S and U over through shared memory, and it computes ``O = scale (into (Q S) + P U)`` or writes both.
+(out U)^T K``. That is the chain. A second warpgroup produces the results of every chunk, one chunk
+later: the chain passes S and U to it through shared memory, and it computes
+``O = scale (into (Q S) + P U)`` or writes S and U.
+
+The letters are those of :mod:`pallas_kernels.linear.xla`: S is the state before a chunk and S' the
+state after it, R the values less what S predicts, U the updates, ``X = (I + A)^-1``. The decays
+``into``, ``out`` and ``through`` lead from the chunk's start to a token, from a token to the
+chunk's end, and through the whole chunk. P is ``D Q K^T``, with D the decays from token to token.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class _Memory(NamedTuple):
     """Shared memory and barriers.
 
     Attributes:
-      scan: of the scan; warpgroups that compute X and P have a stage of its matrices each.
+      scan: of the scan; each warpgroup that computes X and P uses one stage of its matrices.
       vectors: ``[WARPGROUPS * 2, 192]``: of this chunk and the next one of each warpgroup.
-      a: float16 A of each.
-      x: float16 X of each.
-      arrived: q, k and the vectors of each have been copied.
+      a: float16 A of each warpgroup.
+      x: float16 X of each warpgroup.
+      arrived: by warpgroup: q, k and the vectors have been copied.
     """
 
     scan: ScanMemory
@@ -80,7 +80,7 @@ class _Memory(NamedTuple):
 
 
 def spare_clusters(chains: int) -> int:
-    """Number of clusters that no scan of so many heads needs, on the GPU that is traced for."""
+    """Number of clusters that scans of this many heads leave free on the GPU that is traced for."""
     return num_sms() // CLUSTER - chains * PARTS // CLUSTER
 
 
@@ -98,7 +98,7 @@ def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
     def kernel(given: ScanInputs, results: ForwardResults, memory: _Memory, counters: Any) -> None:
         cluster = lax.axis_index("cluster_index")
 
-        # They come first, so that they run when a scan waits for them.
+        # These clusters come first in the grid, so that they run when a scan waits for them.
         @pl.when(cluster < spare)
         def _():
             first = cta_index(cluster) * WARPGROUPS + lax.axis_index(WARPGROUP_AXIS)

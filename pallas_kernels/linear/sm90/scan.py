@@ -5,7 +5,13 @@ as the accumulator of one warpgroup, and the left operands of all products, S, R
 registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``, ``S^T' = through S^T +
 (out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a step waits for goes
 through shared memory. The products of O run while R and the next S are rounded. The other
-warpgroup copies.
+warpgroup is the producer: it copies, and computes P if it is not an input.
+
+The letters are those of :mod:`pallas_kernels.linear.xla`: S is the state before a chunk and S' the
+state after it, R the values less what S predicts, U the updates, ``X = (I + A)^-1``. The decays
+``into``, ``out`` and ``through`` lead from the chunk's start to a token, from a token to the
+chunk's end, and through the whole chunk. P is ``scale D Q K^T``, with D the decays from token to
+token.
 """
 
 from __future__ import annotations
@@ -77,7 +83,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, cluster: Any, parts: int, groups: int, batch: Any = None) -> Place:
-        """Of a CTA of the cluster with this index, of a batch index's; None is the grid's."""
+        """The part of this CTA, from the index of its cluster among those of one batch index.
+
+        ``batch`` is that batch index; None reads it from the grid.
+        """
         batch = lax.axis_index("batch") if batch is None else batch
         index = cta_index(cluster)
         head = lax.div(index, i32(parts))

@@ -1,7 +1,7 @@
 """Counters in global memory, by which CTAs of a launch wait for results of others.
 
-A CTA may wait only for CTAs that come before it in the grid, and these for none: they start in
-that order, so that all of them run or have run when it starts.
+A CTA may wait only for CTAs that come before it in the grid, and those must wait for none. CTAs
+start in the order of the grid, so all that it waits for run or have finished when it starts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _INDEX = plgpu.Layout.WG_SPLAT(())
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _INDEX))
 def count(_, counters: Any, index: Any) -> None:
-    """``counters[index] += 1``, once for a warpgroup, after the copies that it has waited for.
+    """``counters[index] += 1``, once per warpgroup, after the copies that it has waited for.
 
-    The warpgroup must have passed a barrier since, as ``plgpu.wait_smem_to_gmem`` has one.
+    After these copies the warpgroup must have passed a barrier; ``plgpu.wait_smem_to_gmem`` has
+    one.
     """
     utils.inline_ptx(
         """{
