@@ -28,6 +28,7 @@ from burst_jax.command_line import Unusable, integer
 from burst_jax.linear import gated_delta_rule
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
+from pallas_kernels.linear.kernel_parts import GradientInputs
 from pallas_kernels.timing import relative_error
 
 HEAD_DIM = 128
@@ -286,7 +287,7 @@ def kernel_programs(case: Case, family: Family) -> list[Program]:
     def gradient_inputs(done: dict[str, Any]) -> Any:
         u, saved, dv, dsaved, _ = done["states"]
         vectors = done["prepare"].vectors
-        return (gradients.GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),)
+        return (GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),)
 
     scan = functools.partial(operation.forward, scale=SCALE)
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arrays import unvary, vary, varying_axes
-from pallas_kernels.linear.backend import Inputs
+from pallas_kernels.linear.backend import Gradients, Inputs
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, cumulative_sum, cut, merged
+from pallas_kernels.linear.kernel_parts import GradientInputs, GradientResults
 
 # Row sums that the kernels of dQ and dK write, float32 ``[B, N, chunks, SUMS, 64]``: q dq;
 # k (read - write); k write of the later chunks' part; S dS in 64 parts; u dv.
@@ -21,7 +22,34 @@ QUERIES, KEYS, LATER_KEYS, STATES, UPDATES = range(5)
 SUMS = 5
 
 
-def gate_gradients(
+def gradients_of(
+    kernel: Callable[[GradientInputs, float], GradientResults],
+    inputs: Inputs,
+    vectors: jax.Array,
+    do: jax.Array,
+    scanned: tuple[jax.Array, ...],
+    scale: float,
+) -> Gradients:
+    """All gradients.
+
+    Args:
+      kernel: that of dQ and dK.
+      inputs: of the forward pass.
+      vectors: of the chunks.
+      do: gradient of the output, bfloat16; 0 in padding.
+      scanned: U, the saved states, dV, the gradients of saved states, and that of the first state,
+        transposed, from the backward pass's scans.
+      scale: of q k.
+    """
+    u, saved, dv, dsaved, first = scanned
+    dq, dk, sums = kernel(
+        GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors), scale
+    )
+    dq, dk = (_sum_groups(x, inputs.k.shape[2]) for x in (dq, dk))
+    return Gradients(dq, dk, dv, *_gate_gradients(inputs, vectors, sums), transposed(first))
+
+
+def _gate_gradients(
     inputs: Inputs, vectors: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of log_decay and beta from the kernel's row sums."""
@@ -42,7 +70,7 @@ def gate_gradients(
     return merged(log_decay), merged(beta)
 
 
-def sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
+def _sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
     """Sums the gradients of the value heads that share a key head."""
     batch, length, heads, dim = x.shape
     if heads == key_heads:

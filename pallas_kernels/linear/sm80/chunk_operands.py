@@ -15,52 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, LOG, START, decay_of
-from pallas_kernels.mosaic.fragments import i32
+from pallas_kernels.linear.chunks import CHUNK, LOG, START, decay_of
 from pallas_kernels.mosaic.sm80 import instructions
 from pallas_kernels.mosaic.sm80.configs import MMA_DEPTH, WARPS
 
 FRAGMENTS = instructions.Fragments.of(jnp.bfloat16, WARPS)
-# CTAs per head in a scan: each has 64 of its value columns.
-PARTS = HEAD_DIM // CHUNK
 _SQUARE = CHUNK, CHUNK
-
-
-class Place(NamedTuple):
-    """Which part of which head a CTA of a scan has.
-
-    Attributes:
-      batch: batch index.
-      head: value head.
-      key_head: its key head.
-      part: index of the 64 columns; past the head's values they are those of the matrix M.
-    """
-
-    batch: Any
-    head: Any
-    key_head: Any
-    part: Any
-
-    @classmethod
-    def of(cls, index: Any, parts: int, groups: int) -> Place:
-        """Of a CTA, from its index among those of a batch index."""
-        head = lax.div(index, i32(parts))
-        part = lax.rem(index, i32(parts))
-        return cls(lax.axis_index("batch"), head, lax.div(head, i32(groups)), part)
-
-    @property
-    def columns(self) -> Any:
-        """The CTA's rows of a transposed state."""
-        return pl.ds(self.part * CHUNK, CHUNK)
-
-    @property
-    def values(self) -> Any:
-        """The CTA's columns of values."""
-        return pl.ds(lax.rem(self.part, i32(PARTS)) * CHUNK, CHUNK)
-
-    def saved(self, chunk: Any) -> Any:
-        """The CTA's rows of a chunk's saved state."""
-        return pl.ds(chunk * HEAD_DIM + self.part * CHUNK, CHUNK)
 
 
 def matrix(*shape: int, dtype: Any = jnp.bfloat16) -> Any:

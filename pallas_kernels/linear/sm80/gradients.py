@@ -24,9 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
 from pallas_kernels.linear.families import KEYS, LATER_KEYS, QUERIES, STATES, SUMS, UPDATES
+from pallas_kernels.linear.kernel_parts import PARTS, GradientInputs, GradientResults
 from pallas_kernels.linear.sm80.chunk_operands import (
     FRAGMENTS,
-    PARTS,
     Vectors,
     along_rows,
     below_diagonal,
@@ -44,44 +44,6 @@ from pallas_kernels.mosaic.fragments import i32
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions, warp_operations
 from pallas_kernels.mosaic.sm80.configs import WARPS
-
-
-class GradientInputs(NamedTuple):
-    """What the kernel reads.
-
-    Attributes:
-      q: bfloat16 ``[B, T, K, 128]``.
-      k: the same.
-      do: bfloat16 ``[B, T, N, 128]``, gradient of o.
-      dv: the same.
-      u: the same.
-      states: bfloat16 ``[B, N, chunks * 128 columns, 128]``, before the chunks.
-      dstates: the same, after them.
-      vectors: of the chunks.
-    """
-
-    q: Any
-    k: Any
-    do: Any
-    dv: Any
-    u: Any
-    states: Any
-    dstates: Any
-    vectors: Any
-
-
-class GradientResults(NamedTuple):
-    """What it writes.
-
-    Attributes:
-      dq: bfloat16 ``[B, T, N, 128]``, of every value head.
-      dk: the same.
-      sums: float32 ``[B, N, chunks, SUMS, 64]``.
-    """
-
-    dq: Any
-    dk: Any
-    sums: Any
 
 
 class _Memory(NamedTuple):

@@ -13,18 +13,17 @@ from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors
 from pallas_kernels.linear.families import (
     affine_map,
-    gate_gradients,
-    sum_groups,
+    gradients_of,
     transposed,
     unmarked,
     unsupported,
     with_identity,
     zeros_in_padding,
 )
+from pallas_kernels.linear.kernel_parts import Mode
 from pallas_kernels.linear.sm80 import gradients as chunk_gradients
-from pallas_kernels.linear.sm80.gradients import GradientInputs
 from pallas_kernels.linear.sm80.prepared import Chunks, chunks_of
-from pallas_kernels.linear.sm80.scan import Mode, ScanInputs, scan
+from pallas_kernels.linear.sm80.scan import ScanInputs, scan
 from pallas_kernels.linear.sm80.states import ReverseInputs, first_gradient, states
 from pallas_kernels.mosaic.sm80.configs import SHARED_MEMORY, shared_memory_of
 from pallas_kernels.mosaic.sm80.implementation import needs_ampere
@@ -91,14 +90,9 @@ def backward(
       last: gradient of the last state.
       scale: of q k.
     """
-    scans = backward_inputs(inputs, prepared, start, do, last)
-    u, saved, dv, dsaved, first = states(*scans, scale)
-    dq, dk, sums = chunk_gradients.gradients(
-        GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, prepared.vectors), scale
-    )
-    gates, key_heads = gate_gradients(inputs, prepared.vectors, sums), inputs.k.shape[2]
-    dq, dk = (sum_groups(x, key_heads) for x in (dq, dk))
-    return Gradients(dq, dk, dv, *gates, transposed(first))
+    scans = states(*backward_inputs(inputs, prepared, start, do, last), scale)
+    kernel = chunk_gradients.gradients
+    return gradients_of(kernel, inputs, prepared.vectors, do, scans, scale)
 
 
 def backward_inputs(

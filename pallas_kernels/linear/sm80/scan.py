@@ -15,7 +15,6 @@ chunk's end, and through the whole chunk. P is ``D Q K^T``, with D the decays fr
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,10 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm80.chunk_operands import (
     FRAGMENTS,
-    PARTS,
-    Place,
     Vectors,
     left_operand,
     loaded_left,
@@ -55,14 +53,6 @@ SCANNED = 2 * CHUNK
 # Of the outputs' products, whose operands are all in shared memory: warps of 32 x 32 read four
 # fifths of what those of 16 x 64 would. On a Hopper GPU both take the same time.
 _OF_OUTPUTS = instructions.Fragments.of(jnp.bfloat16, 2)
-
-
-class Mode(enum.Enum):
-    """What a scan returns besides the last state."""
-
-    OUTPUT = "output"
-    STATES = "states"
-    LAST = "last"
 
 
 class ScanInputs(NamedTuple):

@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm80.chunk_operands import (
     FRAGMENTS,
-    PARTS,
-    Place,
     Vectors,
     left_operand,
     loaded_left,
@@ -36,7 +35,6 @@ from pallas_kernels.linear.sm80.chunk_operands import (
 from pallas_kernels.linear.sm80.scan import (
     SCANNED,
     STAGES,
-    Mode,
     ScanInputs,
     ScanMemory,
     run_chain,

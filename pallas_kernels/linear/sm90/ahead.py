@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import num_sms
 from pallas_kernels.linear.chunks import BETA, CHUNK, LOG, START, VECTORS
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_rows,
@@ -29,14 +30,7 @@ from pallas_kernels.linear.sm90.chunk_operands import (
 )
 from pallas_kernels.linear.sm90.inverses import invert
 from pallas_kernels.linear.sm90.pipeline import CLUSTER, WARPGROUPS, cta_index
-from pallas_kernels.linear.sm90.scan import (
-    PARTS,
-    Mode,
-    Place,
-    ScanInputs,
-    ScanMemory,
-    scan_cta,
-)
+from pallas_kernels.linear.sm90.scan import ScanInputs, ScanMemory, scan_cta
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90 import flags
@@ -109,7 +103,7 @@ def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
         def _():
             chain, clusters = cluster - spare, heads * PARTS // CLUSTER
             b = lax.div(chain, i32(clusters))
-            place = Place.of(lax.rem(chain, i32(clusters)), PARTS, groups, b)
+            place = Place.of(cta_index(lax.rem(chain, i32(clusters))), PARTS, groups, b)
 
             def wait(step):
                 flags.wait_for(counters, step, i32(batch * heads))

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
 from pallas_kernels.linear.families import KEYS, LATER_KEYS, QUERIES, STATES, SUMS, UPDATES
+from pallas_kernels.linear.kernel_parts import GradientInputs, GradientResults
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_columns,
@@ -37,45 +38,6 @@ from pallas_kernels.linear.sm90.scan import pairs_of
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS, WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
-
-
-class GradientInputs(NamedTuple):
-    """What the kernel reads.
-
-    Attributes:
-      q: bfloat16 ``[B, T, K, 128]``.
-      k: the same.
-      do: bfloat16 ``[B, T, N, 128]``, gradient of o.
-      dv: the same.
-      u: the same.
-      states: bfloat16 ``[B, N, pairs * 128 columns, 128]``, before the pairs of chunks.
-      dstates: the same, after them.
-      vectors: of the chunks.
-    """
-
-    q: Any
-    k: Any
-    do: Any
-    dv: Any
-    u: Any
-    states: Any
-    dstates: Any
-    vectors: Any
-
-
-class GradientResults(NamedTuple):
-    """What it writes.
-
-    Attributes:
-      dq: bfloat16 ``[B, T, N, 128]``, of every value head.
-      dk: the same.
-      sums: float32 ``[B, N, chunks, SUMS, 64]``.
-    """
-
-    dq: Any
-    dk: Any
-    sums: Any
-
 
 # Arrays of tokens in shared memory: those of both CTAs, and first of those of one.
 FIRST_K, FIRST_U, SECOND_K, SECOND_DV, SECOND_Q, SECOND_DO, OWN = range(7)

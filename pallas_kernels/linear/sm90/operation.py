@@ -15,20 +15,19 @@ from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors, reaching
 from pallas_kernels.linear.families import (
     affine_map,
-    gate_gradients,
-    sum_groups,
+    gradients_of,
     transposed,
     unmarked,
     unsupported,
     with_identity,
     zeros_in_padding,
 )
+from pallas_kernels.linear.kernel_parts import Mode
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
-from pallas_kernels.linear.sm90.gradients import GradientInputs
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
-from pallas_kernels.linear.sm90.scan import Mode, ScanInputs, scan
+from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
 
 
@@ -124,21 +123,9 @@ def backward(
       last: gradient of the last state.
       scale: of q k.
     """
-    scans = backward_inputs(inputs, prepared, start, do, last)
-    u, saved, dv, dsaved, first = states(*scans, scale)
-    dq, dk, sums = chunk_gradients.gradients(
-        GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, prepared.vectors), scale
-    )
-    log_decay, beta = gate_gradients(inputs, prepared.vectors, sums)
-    key_heads = inputs.k.shape[2]
-    return Gradients(
-        sum_groups(dq, key_heads),
-        sum_groups(dk, key_heads),
-        dv,
-        log_decay,
-        beta,
-        transposed(first),
-    )
+    scans = states(*backward_inputs(inputs, prepared, start, do, last), scale)
+    kernel = chunk_gradients.gradients
+    return gradients_of(kernel, inputs, prepared.vectors, do, scans, scale)
 
 
 def backward_inputs(

@@ -16,7 +16,6 @@ token.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_columns,
@@ -52,60 +52,8 @@ from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
 
-# CTAs per head.
-PARTS = HEAD_DIM // CHUNK
 # Vectors that scans read: INTO to START.
 SCANNED = BETA
-
-
-class Mode(enum.Enum):
-    """What a scan returns besides the last state."""
-
-    OUTPUT = "output"
-    STATES = "states"
-    LAST = "last"
-
-
-class Place(NamedTuple):
-    """Which part of which head a CTA has.
-
-    Attributes:
-      batch: batch index.
-      head: value head.
-      key_head: its key head.
-      part: index of the 64 columns; past the head's values they are those of the matrix M.
-    """
-
-    batch: Any
-    head: Any
-    key_head: Any
-    part: Any
-
-    @classmethod
-    def of(cls, cluster: Any, parts: int, groups: int, batch: Any = None) -> Place:
-        """The part of this CTA, from the index of its cluster among those of one batch index.
-
-        ``batch`` is that batch index; None reads it from the grid.
-        """
-        batch = lax.axis_index("batch") if batch is None else batch
-        index = cta_index(cluster)
-        head = lax.div(index, i32(parts))
-        part = lax.rem(index, i32(parts))
-        return cls(batch, head, lax.div(head, i32(groups)), part)
-
-    @property
-    def columns(self) -> Any:
-        """The CTA's rows of a transposed state."""
-        return pl.ds(self.part * CHUNK, CHUNK)
-
-    @property
-    def values(self) -> Any:
-        """The CTA's columns of values."""
-        return pl.ds(lax.rem(self.part, i32(PARTS)) * CHUNK, CHUNK)
-
-    def saved(self, chunk: Any) -> Any:
-        """The CTA's rows of the saved state of a chunk's pair."""
-        return pl.ds(lax.div(chunk, i32(2)) * HEAD_DIM + self.part * CHUNK, CHUNK)
 
 
 class ScanInputs(NamedTuple):
@@ -272,7 +220,7 @@ def scan_cta(
                 memory.states,
                 memory.states_written,
                 memory.states_free,
-                lambda step: states.at[b, h, place.saved(step)],
+                lambda step: states.at[b, h, place.saved(lax.div(step, i32(2)))],
                 exists=lambda step: lax.rem(step, i32(2)) == 0,
                 ordinal=lambda step: lax.div(step, i32(2)),
             )
@@ -395,7 +343,7 @@ def scan(
     states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
 
     def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
-        place = Place.of(lax.axis_index("group"), parts, groups)
+        place = Place.of(cta_index(lax.axis_index("group")), parts, groups)
         scan_cta(mode, scale, place, given, *outputs, memory)
 
     results = launch(

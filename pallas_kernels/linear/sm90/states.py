@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, INTO, OUT
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_columns,
@@ -33,16 +34,14 @@ from pallas_kernels.linear.sm90.pipeline import (
     Result,
     Scores,
     copy_to_cluster,
+    cta_index,
     for_each_pair,
     free_stage,
     produce,
     stages_barrier,
 )
 from pallas_kernels.linear.sm90.scan import (
-    PARTS,
     SCANNED,
-    Mode,
-    Place,
     ScanInputs,
     ScanMemory,
     pairs_of,
@@ -192,7 +191,7 @@ def reverse_cta(
                 memory.states,
                 memory.states_written,
                 memory.states_free,
-                lambda step: states.at[b, h, place.saved(chunk(step))],
+                lambda step: states.at[b, h, place.saved(lax.div(chunk(step), i32(2)))],
                 # Of the last chunk of each pair; the last pair may have one.
                 exists=lambda step: (step == 0) | (lax.rem(chunk(step), i32(2)) == 1),
                 ordinal=lambda step: pairs_of(chunks) - 1 - lax.div(chunk(step), i32(2)),
@@ -308,12 +307,12 @@ def states(
         # The longer scan's CTAs come first.
         @pl.when(cluster < clusters)
         def _():
-            place = Place.of(cluster, PARTS, groups)
+            place = Place.of(cta_index(cluster), PARTS, groups)
             reverse_cta(scale, place, gradients, *outputs[2:], memory.reverse)
 
         @pl.when(cluster >= clusters)
         def _():
-            place = Place.of(cluster - clusters, PARTS, groups)
+            place = Place.of(cta_index(cluster - clusters), PARTS, groups)
             own = memory.reverse.for_scan(memory.arrived)
             scan_cta(Mode.STATES, scale, place, given, outputs.u, outputs.states, None, own)
 
@@ -345,7 +344,7 @@ def first_gradient(gradients: ReverseInputs, scale: float) -> jax.Array:
     groups = heads // gradients.k.shape[2]
 
     def kernel(gradients: ReverseInputs, first: Any, memory: ReverseMemory) -> None:
-        place = Place.of(lax.axis_index("group"), PARTS, groups)
+        place = Place.of(cta_index(lax.axis_index("group")), PARTS, groups)
         reverse_cta(scale, place, gradients, None, None, first, memory)
 
     first: Any = jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32)
