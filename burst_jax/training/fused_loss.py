@@ -12,8 +12,9 @@ the dtype of the hidden states, so they are computed one sub-chunk at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,47 +91,24 @@ def _forward(
     options: HeadLoss,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
     """The loss, and the gradients of hidden and kernel, divided by the largest weight."""
-    count, features = hidden.shape
-    chunks, subchunks, size = chunk_sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
     # Gradients are those of weights of at most 1, which any dtype has room for.
     largest = jnp.max(jnp.abs(weights), initial=0)
     largest = jnp.where(largest == 0, 1, largest)
 
-    def subchunk(
-        d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]
+    def of_subchunk(
+        hidden: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        index, (hidden, targets, weights) = xs
         products = matmul(hidden, cast)
         loss, lse, columns = _losses(products, targets, weights, options)
         scaled = weights / largest
-        new = _d_products(products, lse, columns, scaled, options).astype(hidden.dtype)
-        return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), loss
+        return _d_products(products, lse, columns, scaled, options), loss
 
-    # XLA eliminates a product whose result is unused, like the gradient of a frozen kernel.
-    def chunk(
-        sums: tuple[jax.Array, jax.Array], xs: _PerToken
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-        d_kernel, d_logits = sums
-        d_logits, losses = lax.scan(subchunk, d_logits, (jnp.arange(subchunks), xs))
-        d_hidden = matmul(d_logits, cast.T).astype(hidden.dtype)
-        d_kernel = d_kernel + matmul(xs[0].reshape(-1, features).T, d_logits)
-        return (d_kernel, d_logits), (losses, d_hidden)
-
-    tokens = jax.tree.map(
-        lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
-        split((hidden, targets, weights), chunks * subchunks, size),
-    )
-    # All chunks write their d_logits to one buffer; a new one would be zero-filled each time.
-    zeros = (
-        jnp.zeros(kernel.shape, jnp.float32),
-        jnp.zeros((subchunks * size, kernel.shape[1]), hidden.dtype),
-    )
-    zeros = vary(zeros, varying_axes(hidden, kernel, targets, weights))
-    (d_kernel, _), (losses, d_hidden) = lax.scan(chunk, zeros, tokens)
+    by_token = hidden, targets, weights
+    d_hidden, d_kernel, losses = gradients_by_chunk(of_subchunk, by_token, cast, options)
     # The last residual is empty and carries the kernel's dtype.
     like_kernel = jnp.zeros((0,), kernel.dtype)
-    return jnp.sum(losses), (d_hidden.reshape(-1, features)[:count], d_kernel, largest, like_kernel)
+    return jnp.sum(losses), (d_hidden, d_kernel, largest, like_kernel)
 
 
 def _backward(
@@ -147,6 +125,59 @@ def _backward(
 
 
 fused_loss.defvjp(_forward, _backward)
+
+
+def gradients_by_chunk(
+    of_subchunk: Callable[..., tuple[jax.Array, Any]],
+    by_token: tuple[jax.Array, ...],
+    kernel: jax.Array,
+    options: HeadLoss,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """The gradients of hidden and kernel, from that of the products of each sub-chunk.
+
+    Args:
+      of_subchunk: of some tokens' arrays in ``by_token``, the gradient of ``hidden kernel``,
+        float32 ``[size, V / devices]``, and anything else.
+      by_token: hidden, and other arrays ``[tokens]``.
+      kernel: ``[D, V / devices]`` in hidden's dtype.
+      options: with the size of chunks.
+
+    Returns:
+      ``(d_hidden, d_kernel, others)``: in hidden's dtype and in float32; what else each sub-chunk
+      gave, ``[chunks, sub-chunks, ...]``.
+    """
+    hidden = by_token[0]
+    count, features = hidden.shape
+    chunks, subchunks, size = chunk_sizes(count, options.chunk_size)
+
+    def subchunk(d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]) -> tuple[jax.Array, Any]:
+        index, tokens = xs
+        new, other = of_subchunk(*tokens)
+        new = new.astype(hidden.dtype)
+        return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), other
+
+    # XLA eliminates a product whose result is unused, like the gradient of a frozen kernel.
+    def chunk(
+        sums: tuple[jax.Array, jax.Array], xs: _PerToken
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, jax.Array]]:
+        d_kernel, d_logits = sums
+        d_logits, others = lax.scan(subchunk, d_logits, (jnp.arange(subchunks), xs))
+        d_hidden = matmul(d_logits, kernel.T).astype(hidden.dtype)
+        d_kernel = d_kernel + matmul(xs[0].reshape(-1, features).T, d_logits)
+        return (d_kernel, d_logits), (others, d_hidden)
+
+    tokens = jax.tree.map(
+        lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
+        split(by_token, chunks * subchunks, size),
+    )
+    # All chunks write their d_logits to one buffer; a new one would be zero-filled each time.
+    zeros = (
+        jnp.zeros(kernel.shape, jnp.float32),
+        jnp.zeros((subchunks * size, kernel.shape[1]), hidden.dtype),
+    )
+    zeros = vary(zeros, varying_axes(*by_token, kernel))
+    (d_kernel, _), (others, d_hidden) = lax.scan(chunk, zeros, tokens)
+    return d_hidden.reshape(-1, features)[:count], d_kernel, others
 
 
 def chunk_sizes(tokens: int, chunk_size: int) -> tuple[int, int, int]:

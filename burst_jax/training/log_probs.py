@@ -17,12 +17,12 @@ from burst_jax.training.fused_loss import (
     HeadLoss,
     capped,
     chunk_sizes,
+    gradients_by_chunk,
     matmul,
     split,
     target_logits,
     through_cap,
 )
-from pallas_kernels.arrays import vary, varying_axes
 
 # log p(target), the entropy, and lse of some tokens; the entropy is 0 where it is not asked for.
 _Statistics = tuple[jax.Array, jax.Array, jax.Array]
@@ -99,13 +99,13 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     """Computes logits again, a sub-chunk at a time, and both gradients a chunk at a time."""
     hidden, kernel, targets, counts, lse, entropy = residuals
-    count, features = hidden.shape
-    chunks, subchunks, size = chunk_sizes(count, options.chunk_size)
     cast = kernel.astype(hidden.dtype)
     of_token, of_entropy = (jnp.where(counts, x, 0.0) for x in cotangents)
 
-    def subchunk(d_logits: jax.Array, xs: tuple[jax.Array, tuple[jax.Array, ...]]):
-        index, (hidden, targets, counts, lse, entropy, of_token, of_entropy) = xs
+    def of_subchunk(
+        hidden: jax.Array, targets: jax.Array, counts: jax.Array, lse: jax.Array,
+        entropy: jax.Array, of_token: jax.Array, of_entropy: jax.Array,
+    ) -> tuple[jax.Array, None]:  # fmt: skip
         products = matmul(hidden, cast)
         column = jnp.where(counts, targets, 0)
         if options.vocab_axes:
@@ -118,28 +118,10 @@ def _backward(
         if with_entropy:
             factor = factor + of_entropy[:, None] * (differences + entropy[:, None])
         new = jnp.where(is_target, of_token[:, None], 0.0) - jnp.exp(differences) * factor
-        new = through_cap(new, logits, options).astype(hidden.dtype)
-        return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), None
-
-    def chunk(sums: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]):
-        d_kernel, d_logits = sums
-        d_logits, _ = lax.scan(subchunk, d_logits, (jnp.arange(subchunks), xs))
-        d_hidden = matmul(d_logits, cast.T).astype(hidden.dtype)
-        d_kernel = d_kernel + matmul(xs[0].reshape(-1, features).T, d_logits)
-        return (d_kernel, d_logits), d_hidden
+        return through_cap(new, logits, options), None
 
     by_token = hidden, targets, counts, lse, entropy, of_token, of_entropy
-    tokens = jax.tree.map(
-        lambda x: x.reshape(chunks, subchunks, *x.shape[1:]),
-        split(by_token, chunks * subchunks, size),
-    )
-    zeros = (
-        jnp.zeros(kernel.shape, jnp.float32),
-        jnp.zeros((subchunks * size, kernel.shape[1]), hidden.dtype),
-    )
-    zeros = vary(zeros, varying_axes(*by_token, kernel))
-    (d_kernel, _), d_hidden = lax.scan(chunk, zeros, tokens)
-    d_hidden = d_hidden.reshape(-1, features)[:count]
+    d_hidden, d_kernel, _ = gradients_by_chunk(of_subchunk, by_token, cast, options)
     return d_hidden, d_kernel.astype(kernel.dtype), None, None
 
 

@@ -519,7 +519,7 @@ MUTANTS = [
     ("burst_jax/training/adam.py", "(x.astype(jnp.float32) for x in jax.tree.leaves(tree))",
      "jax.tree.leaves(tree)", "tests/training/test_adam.py -k 16_bit"),
     ("burst_jax/training/log_probs.py", "(differences + entropy[:, None])", "differences", "tests/training/test_log_probs.py"),
-    ("burst_jax/training/log_probs.py", "new = through_cap(new, logits, options).astype(hidden.dtype)", "new = new.astype(hidden.dtype)", "tests/training/test_log_probs.py"),
+    ("burst_jax/training/log_probs.py", "return through_cap(new, logits, options), None", "return new, None", "tests/training/test_log_probs.py"),
     ("burst_jax/training/log_probs.py", "column = column - products.shape[1] * lax.axis_index(options.vocab_axes)", "pass", "tests/training/test_log_probs.py"),
     ("burst_jax/training/log_probs.py", "return lax.psum(entropy, options.vocab_axes) if options.vocab_axes else entropy", "return entropy", "tests/training/test_log_probs.py"),
     ("burst_jax/training/fused_loss.py", "scaled = weights / largest", "scaled = weights",
