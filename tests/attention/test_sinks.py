@@ -43,7 +43,7 @@ PREFIXES = np.array([7, 0, 32, 12], np.int32)
 
 @functools.cache
 def decoder() -> Any:
-    return decoders.initialized(CONFIG, mesh=make_mesh())
+    return decoders.with_drawn_weights(CONFIG, mesh=make_mesh())
 
 
 def on_mesh(mesh, layout, **options):

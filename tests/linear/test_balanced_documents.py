@@ -177,7 +177,7 @@ def test_runs_of_a_shard_are_counted_in_powers_of_two():
         order[:, :6], [[0, 8, 1, 9, 2, 10], range(1, 7), [0, 0, 2, 2, 4, 4]]
     )
     np.testing.assert_array_equal(order[1:, 6:], 6)
-    # A run ends with its shard, also where its document goes on in the next one.
+    # A run ends with its shard, also where its document continues in the next one.
     tables = document_tables(
         "balanced:4", np.ones((1, 8), np.int32), np.arange(8)[None], 2, linear_attention=True
     )

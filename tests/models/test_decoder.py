@@ -45,7 +45,7 @@ COTANGENT = random_like(jax.ShapeDtypeStruct((B, T, CONFIG.embed_dim), jnp.float
 @functools.cache
 def params():
     """Weights whose norms have scales other than 1, which would hide a swap."""
-    state = nnx.state(decoders.initialized(CONFIG, mesh=make_mesh()))
+    state = nnx.state(decoders.with_drawn_weights(CONFIG, mesh=make_mesh()))
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda x: x * rng.uniform(0.5, 2.0, x.shape).astype(np.float32), state)
 
@@ -127,7 +127,7 @@ def products_with_weights(jaxpr):
 
 
 def test_other_attention_over_the_same_weights():
-    ring = decoders.initialized(CONFIG, mesh=make_mesh(seq=8), layout="zigzag")
+    ring = decoders.with_drawn_weights(CONFIG, mesh=make_mesh(seq=8), layout="zigzag")
     half = dataclasses.replace(CONFIG, dtype=jnp.bfloat16, remat="none")
     single = ring.with_attention(half, mesh=make_mesh())
     assert dict(single.options) == {"mesh": make_mesh()}

@@ -60,7 +60,9 @@ ADAPTED = ("query", "key", "value", "out", "output_gate", "beta", "decay")
 
 def model_on(config=CONFIG, layout="zigzag", **sizes):
     mesh = mesh_of(**sizes)
-    model = decoders.initialized(config, mesh=mesh, rules=ShardingRules.of(mesh), layout=layout)
+    model = decoders.with_drawn_weights(
+        config, mesh=mesh, rules=ShardingRules.of(mesh), layout=layout
+    )
     shardings = model.shardings().weight_specs(nnx.state(model))
     placed = jax.tree.map(lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec)),
                           nnx.state(model), shardings)  # fmt: skip

@@ -147,7 +147,9 @@ def test_initialization_holds_no_unsharded_copy():
 
 def test_logits_of_sharded_weights():
     mesh = sized((1, 2, 1, 2, 2))
-    model = decoders.initialized(SMALL, mesh=mesh, layout="zigzag", rules=ShardingRules.of(mesh))
+    model = decoders.with_drawn_weights(
+        SMALL, mesh=mesh, layout="zigzag", rules=ShardingRules.of(mesh)
+    )
     batch = make_batch(rows(0), layout="zigzag", num_shards=2)
     batch = place_batch(batch, mesh, batch_axis=("data", "fsdp"))
     logits = quick_jit(lambda: model.unembed(model(batch["inputs"], batch["positions"])))()
@@ -166,7 +168,7 @@ def step_gradients(config, weight=1.0, **options):
     """Loss and gradients of a step on four devices, by SGD, with a weight per target."""
     mesh = sized((1, 2, 1, 2, 1))
     options |= {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
-    graphdef, params = nnx.split(decoders.initialized(config, **options))
+    graphdef, params = nnx.split(decoders.with_drawn_weights(config, **options))
     batch = make_batch(SKEWED, layout="zigzag", num_shards=2)
     batch["weights"] = batch["weights"] * np.float32(weight)
     batch = place_batch(batch, mesh, batch_axis=("data", "fsdp"))
@@ -180,7 +182,7 @@ def step_gradients(config, weight=1.0, **options):
 def formula_gradients():
     """The same by the formula in float64."""
     inputs, targets = SKEWED[:, :-1], SKEWED[:, 1:]
-    params = nnx.to_pure_dict(nnx.state(decoders.initialized(SMALL, mesh=make_mesh())))
+    params = nnx.to_pure_dict(nnx.state(decoders.with_drawn_weights(SMALL, mesh=make_mesh())))
     keep, positions = plain_model.causal(np.ones_like(inputs)), np.arange(inputs.shape[1])
 
     def loss(params):

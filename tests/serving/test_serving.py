@@ -275,11 +275,13 @@ UNSUPPORTED = [
 
 
 def without_rules(**options):
-    return decoders.initialized(ONE_LAYER, mesh=mesh_of(seq=1), **options)
+    return decoders.with_drawn_weights(ONE_LAYER, mesh=mesh_of(seq=1), **options)
 
 
 def with_adapters():
-    return decoders.initialized(dataclasses.replace(ONE_LAYER, lora=Lora(2)), mesh=mesh_of(seq=1))
+    return decoders.with_drawn_weights(
+        dataclasses.replace(ONE_LAYER, lora=Lora(2)), mesh=mesh_of(seq=1)
+    )
 
 
 @pytest.mark.parametrize(

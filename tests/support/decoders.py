@@ -30,7 +30,7 @@ def drawn(shapes):
     return jax.tree_util.tree_map_with_path(weight, shapes)
 
 
-def initialized(config, **options):
+def with_drawn_weights(config, **options):
     """A decoder with weights that are :func:`drawn`."""
     graphdef, shapes = abstract_decoder(config, **options)
     return nnx.merge(graphdef, drawn(shapes))

@@ -38,7 +38,7 @@ WITH_BIASES = {
 
 def models(config, sizes, layout, expert=None):
     """The same weights on one device and on a mesh, of which ``expert`` shards experts."""
-    one = decoders.initialized(config, mesh=mesh_of(seq=1), implementation="xla")
+    one = decoders.with_drawn_weights(config, mesh=mesh_of(seq=1), implementation="xla")
     mesh = mesh_of(**sizes)
     rules = dataclasses.replace(ShardingRules.of(mesh), expert=expert)
     options: Any = {"mesh": mesh, "rules": rules, "layout": layout, "implementation": "xla"}

@@ -103,7 +103,7 @@ def decoder(mesh, layout, **options):
         vocab_size=97, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16,
         layer_pattern=(LayerKind(window=9),),
     )  # fmt: skip
-    model = decoders.initialized(config, mesh=mesh, layout=layout, **options)
+    model = decoders.with_drawn_weights(config, mesh=mesh, layout=layout, **options)
     # Large weights: the second layer then depends on what the first attends to.
     nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(model)))
     given: Any = {"segment_ids": SEGMENTS, "local_window_sizes": config.local_window_sizes}

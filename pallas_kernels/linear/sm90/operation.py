@@ -34,7 +34,7 @@ from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, sta
 class Form(enum.Enum):
     """How the forward pass computes X and P.
 
-    APART: X in a launch of its own, P in the warpgroup beside each scan: fewest bytes.
+    APART: X in a launch of its own, P in the second warpgroup of each scan: fewest bytes.
     AHEAD: both in the scan's launch on SMs that have no scan: the shortest scan.
     """
 
