@@ -49,6 +49,7 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import inverse
+from pallas_kernels.linear.sm90 import warp_blocks
 from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import flags, instructions, padding
 
@@ -499,6 +500,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         patch(instructions, "start_product", interpreted_rows.start_product),
         patch(padding, "zero_rows", interpreted_rows.zero_rows),
         patch(inverse, "invert", interpreted_linear.invert),
+        mock.patch.multiple(warp_blocks, **interpreted_linear.WARP_BLOCKS),
         patch(transfers, "store_rows", interpreted_rows.store_rows),
         patch(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
         patch(shared_memory, "GPUSharedMemory", _Memory),

@@ -21,5 +21,35 @@ def invert(a, x):
     x[...] = found.astype(jnp.float16)
 
 
+def products(x, y, acc):
+    """Instead of :func:`warp_blocks.products`."""
+    x, y = (each.astype(jnp.float32).reshape(4, 16, -1) for each in (x, y))
+    return acc + jnp.einsum("brc,bic->bri", x, y).reshape(64, 16)
+
+
+def sums(weights, values):
+    """Instead of :func:`warp_blocks.sums`."""
+    values = values[...].astype(jnp.float32).reshape(4, 16, -1)
+    weights = weights.astype(jnp.float32).reshape(4, 16, 16)
+    return jnp.einsum("bri,bic->brc", weights, values).reshape(64, -1)
+
+
+def spread(x):
+    """Instead of :func:`warp_blocks.spread`."""
+    block = jnp.arange(64, dtype=jnp.int32) // 16
+    return jnp.where(block[:, None] == block, jnp.tile(x, (1, 4)), 0)
+
+
+def store_last_row(target, x):
+    """Instead of :func:`warp_blocks.store_last_row`."""
+    target[...] = x[-1]
+
+
+# By name in the module.
+WARP_BLOCKS = {
+    function.__name__: function for function in (products, sums, spread, store_last_row)
+}
+
+
 def _rounded(x):
     return x.astype(jnp.float16).astype(jnp.float32)

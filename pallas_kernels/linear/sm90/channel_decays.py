@@ -1,0 +1,122 @@
+"""Decays per key channel within a chunk, by halves of blocks, in a warpgroup's registers.
+
+From token i to a later token r a channel decays by exp(G_r - G_i), with G the log decays from the
+chunk's start. exp(G_r) and exp(-G_i) by themselves would overflow. So a chunk is halved, and halved
+again: the highest bit in which r and i differ is their level, which is that of the one block whose
+later half has r and whose earlier half has i. Both decay towards the boundary between the halves,
+i from its token and r from the boundary, by factors of at most 1:
+
+    factor_t = exp(sum of log decays between the boundary and token t)
+
+so a level's products are those of rows that are scaled once, ``(factor q) (factor k)^T``, of which
+only the pairs of the level are read. The sums are products with matrices of zeros and ones, which
+lose nothing where a weak decay follows a strong one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, LEAST_LOG_DECAY
+from pallas_kernels.linear.sm90 import warp_blocks
+from pallas_kernels.linear.sm90.chunk_operands import accumulator, index
+from pallas_kernels.mosaic.sm90.instructions import TILE
+
+LEVELS = int(math.log2(CHUNK))
+# The pairs of as many levels are tokens of the same warp.
+WARP_LEVELS = int(math.log2(warp_blocks.TOKENS))
+# Key channels are computed in parts of as many.
+CHANNELS = 64
+HALVES = HEAD_DIM // CHANNELS
+# Log decays are float16 multiples of 1/256 of a binary digit: 11 bits, from 2^-33 to -150.
+_STEPS = 256.0
+
+
+def rounded_logs(log_decay: jax.Array) -> jax.Array:
+    """Float16 log decays, in steps of binary digits."""
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
+    return (log_decay * (_STEPS * math.log2(math.e))).astype(jnp.float16)
+
+
+def factors(weights: jax.Array, logs: Any) -> jax.Array:
+    """exp of sums of log decays, float32 ``[64, 64 channels]``.
+
+    Args:
+      weights: float16 ``[64, 64]``: which tokens each row sums.
+      logs: :func:`rounded_logs` of all tokens, in shared memory.
+    """
+
+    def run(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, weights, logs)
+        return jnp.exp2(plgpu.wgmma_accumulator_load(acc) * (1 / _STEPS))
+
+    return pl.run_scoped(run, accumulator(CHANNELS))
+
+
+def from_start() -> jax.Array:
+    """Weights of the tokens up to each row's, for the decay from the chunk's start."""
+    return _weights(index(1) <= index(0))
+
+
+def to_end() -> jax.Array:
+    """Weights of the tokens after each row's, for the decay to the chunk's end."""
+    return _weights(index(1) > index(0))
+
+
+def to_boundary(size: Any) -> jax.Array:
+    """Weights of the tokens between each row's and the boundary of its block."""
+    return _weights(_is_before_boundary(index(0), index(1), size))
+
+
+def warp_factors(size: Any, logs: Any) -> jax.Array:
+    """:func:`factors` of a level whose blocks are of one warp."""
+    weights = _weights(_is_before_boundary(*_warp_indices(), size))
+    return jnp.exp2(warp_blocks.sums(weights, logs) * (1 / _STEPS))
+
+
+def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
+    """Whether the column's token is between the row's and the boundary of its block."""
+    before = jnp.where((row & size) != 0, column <= row, column > row)
+    return before & ((row ^ column) < size)
+
+
+def pairs(size: Any) -> jax.Array:
+    """Whether row and column are of this level, the row the later one."""
+    return _are_pairs(index(0), index(1), size)
+
+
+def warp_pairs(size: Any) -> jax.Array:
+    """The same of ``[64, 16]``, for the tokens of each row's warp."""
+    return _are_pairs(*_warp_indices(), size)
+
+
+def warp_diagonal(rows: jax.Array) -> jax.Array:
+    """``[64, 16]`` with a number of each row where the column is the row's own token, else 0."""
+    row, column = _warp_indices()
+    shape = CHUNK, warp_blocks.TOKENS
+    rows = plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, (0,)), TILE)
+    return jnp.where(row == column, rows, 0.0)
+
+
+def _are_pairs(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
+    apart = row ^ column
+    return (apart >= size) & (apart < 2 * size) & (column < row)
+
+
+def _warp_indices() -> tuple[jax.Array, jax.Array]:
+    shape = CHUNK, warp_blocks.TOKENS
+    row, column = (
+        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)
+    )
+    return row & (warp_blocks.TOKENS - 1), column
+
+
+def _weights(are_summed: jax.Array) -> jax.Array:
+    return jnp.where(are_summed, 1.0, 0.0).astype(jnp.float16)

@@ -1,0 +1,165 @@
+"""Products of the 16 tokens that a warp has of a chunk, in its registers.
+
+A warp has 16 rows of a ``[64, n]`` fragment. Its registers are a left operand of mma.sync, and those
+of the transpose a right one, so that products of two fragments need no shared memory and no barrier.
+``[64, 16]`` has a row of each token, and a column of each token of the row's warp.
+
+Kernels call these functions as attributes of this module, so that tests can replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.linear.chunks import CHUNK
+from pallas_kernels.linear.inverse import Matrix, assembly, lane_and_warp, parts_of, struct_of
+from pallas_kernels.mosaic.sm90.instructions import TILE, element
+from pallas_kernels.mosaic.transfers import matrix_transforms
+
+# Tokens of a warp.
+TOKENS = 16
+
+
+def products(x: jax.Array, y: jax.Array, acc: jax.Array) -> jax.Array:
+    """``acc + x y^T`` of the tokens of each warp, float32 ``[64, 16]``.
+
+    Args:
+      x: bfloat16 ``[64, channels]``.
+      y: the same.
+      acc: float32 ``[64, 16]``.
+    """
+    run = plgpu.inline_mgpu(arg_types=(TILE, TILE, TILE), return_type=_result(TOKENS))
+    return run(_products)(x, y, acc)
+
+
+def _products(_, x, y, acc):
+    # [groups of 16 channels, 4]: registers of 2 channels: of two rows that are 8 apart, then of
+    # the same rows 8 channels later.
+    rows, columns = (_words(each).reshape(-1, 4) for each in (x, y))
+    sums = acc.registers.reshape(2, 2)  # [8 columns, rows that are 8 apart]
+    results = np.empty((2, 2), dtype=object)
+    for half in range(2):
+        found = [element(sums[half, i], j) for i in range(2) for j in range(2)]
+        for left, right in zip(rows, columns, strict=True):
+            found = _mma("bf16", left, right[half::2], found)
+        results[half] = _pairs(found)
+    return _fragment(results, acc.registers.shape)
+
+
+def sums(weights: jax.Array, values: Any) -> jax.Array:
+    """``weights values`` of the tokens of each warp, float32 ``[64, 64]``.
+
+    Args:
+      weights: float16 ``[64, 16]``.
+      values: float16 ``[64, 64]`` in shared memory, swizzled by 128 bytes.
+    """
+    transforms = plgpu.RefType(matrix_transforms(CHUNK, 2))
+    run = plgpu.inline_mgpu(arg_types=(TILE, transforms), return_type=_result(CHUNK))
+    return run(_sums)(weights, values)
+
+
+def _sums(_, weights, values):
+    lane, warp = lane_and_warp()
+    values, row = Matrix(values, lane), arith.muli(warp, _i32(TOKENS))
+    left, zeros = _words(weights).reshape(4), [utils.c(0.0, ir.F32Type.get())] * 4
+    results = np.empty((CHUNK // 8, 2), dtype=object)
+    for column in range(0, CHUNK, 16):
+        right = values.right(row, _i32(column))
+        for half in range(2):
+            found = _mma("f16", left, right[2 * half : 2 * half + 2], zeros)
+            results[column // 8 + half] = _pairs(found)
+    return _fragment(results)
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """``[64, 64]`` with the ``[16, 16]`` of each warp of ``[64, 16]`` on the diagonal, else 0."""
+    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=_result(CHUNK))(_spread)(x)
+
+
+def _spread(_, x):
+    _, warp = lane_and_warp()
+    given, zero = x.registers.reshape(2, 2), utils.c(0.0, ir.F32Type.get())
+    zeros = vector.broadcast(given[0, 0].type, zero)
+    results = np.empty((CHUNK // 8, 2), dtype=object)
+    for group in range(CHUNK // 8):
+        own = arith.cmpi(arith.CmpIPredicate.eq, warp, _i32(group // 2))
+        for i in range(2):
+            results[group, i] = arith.select(own, given[group % 2, i], zeros)
+    return _fragment(results)
+
+
+def store_last_row(target: Any, x: jax.Array) -> None:
+    """Stores the row of a chunk's last token.
+
+    Args:
+      target: float32 ``[64]`` in shared memory.
+      x: float32 ``[64, 64]``.
+    """
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))(_store_last_row)(target, x)
+
+
+def _store_last_row(_, target, x):
+    f32, (lane, warp) = ir.F32Type.get(), lane_and_warp()
+    # The last four threads of the last warp hold two columns each of every 8.
+    pair = arith.muli(arith.andi(lane, _i32(3)), _i32(2))
+    base = utils.getelementptr(utils.memref_ptr(target), [pair], f32)
+    holds = arith.cmpi(
+        arith.CmpIPredicate.uge, arith.addi(arith.muli(warp, _i32(32)), lane), _i32(124)
+    )
+    with utils.when(holds):
+        for group, (_, register) in enumerate(x.registers.reshape(-1, 2)):
+            for i in range(2):
+                place = utils.getelementptr(base, [8 * group + i], f32)
+                llvm.store(element(register, i), place)
+
+
+def _result(columns: int) -> Any:
+    return plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.float32), TILE)
+
+
+def _fragment(registers: Any, shape: Any = None) -> Any:
+    """From registers ``[groups of 8 columns, rows that are 8 apart]``."""
+    columns = 8 * len(registers)
+    shape = TILE.to_mgpu().registers_shape((CHUNK, columns)) if shape is None else shape
+    layout = TILE.to_mgpu()
+    return FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+
+def _pairs(numbers: Sequence[Any]) -> list[Any]:
+    """Registers of the four numbers of a product."""
+    kind = ir.VectorType.get((2,), ir.F32Type.get())
+    return [vector.from_elements(kind, list(numbers[i : i + 2])) for i in (0, 2)]
+
+
+def _words(x: Any) -> Any:
+    """Registers of two 16-bit elements as numbers."""
+    words = np.empty(x.registers.shape, dtype=object)
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    for place, register in np.ndenumerate(x.registers):
+        words[place] = element(vector.bitcast(one, register), 0)
+    return words
+
+
+def _mma(kind: str, left: Any, right: Any, acc: Any) -> list[Any]:
+    f32 = ir.F32Type.get()
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    operands = [*left, *right, *acc]
+    made = assembly(struct_of(f32, 4), operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    return parts_of(made, f32, 4)
+
+
+def _i32(value: int) -> Any:
+    return utils.c(value, ir.IntegerType.get_signless(32))
