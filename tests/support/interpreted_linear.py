@@ -34,6 +34,12 @@ def sums(weights, values):
     return jnp.einsum("bri,bic->brc", weights, values).reshape(64, -1)
 
 
+def own(x, *, transpose=False):
+    """Instead of :func:`warp_blocks.own`."""
+    blocks = [x[16 * i : 16 * i + 16, 16 * i : 16 * i + 16] for i in range(4)]
+    return jnp.concatenate([block.T for block in blocks] if transpose else blocks)
+
+
 def spread(x):
     """Instead of :func:`warp_blocks.spread`."""
     block = jnp.arange(64, dtype=jnp.int32) // 16
@@ -47,7 +53,7 @@ def store_last_row(target, x):
 
 # By name in the module.
 WARP_BLOCKS = {
-    function.__name__: function for function in (products, sums, spread, store_last_row)
+    function.__name__: function for function in (products, sums, own, spread, store_last_row)
 }
 
 

@@ -88,7 +88,7 @@ def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Arr
 
 
 def pairs(size: Any) -> jax.Array:
-    """Whether row and column are of this level, the row the later one."""
+    """Whether row and column are of this level, in any order."""
     return _are_pairs(index(0), index(1), size)
 
 
@@ -97,17 +97,15 @@ def warp_pairs(size: Any) -> jax.Array:
     return _are_pairs(*_warp_indices(), size)
 
 
-def warp_diagonal(rows: jax.Array) -> jax.Array:
-    """``[64, 16]`` with a number of each row where the column is the row's own token, else 0."""
+def warp_diagonal() -> jax.Array:
+    """Whether the column of ``[64, 16]`` is the row's own token."""
     row, column = _warp_indices()
-    shape = CHUNK, warp_blocks.TOKENS
-    rows = plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, (0,)), TILE)
-    return jnp.where(row == column, rows, 0.0)
+    return row == column
 
 
 def _are_pairs(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
     apart = row ^ column
-    return (apart >= size) & (apart < 2 * size) & (column < row)
+    return (apart >= size) & (apart < 2 * size)
 
 
 def _warp_indices() -> tuple[jax.Array, jax.Array]:

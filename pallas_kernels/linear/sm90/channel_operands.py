@@ -205,10 +205,11 @@ def _scores(memory: _Memory) -> None:
     kk, qk = pl.run_scoped(
         lambda *accs: _block_scores(memory, within, accs), accumulator(), accumulator()
     )
-    same = index(1).astype(jnp.float32) >= along_rows(memory.vectors, START)
-    a = jnp.where(same, kk * along_rows(memory.vectors, BETA), 0.0)
+    row, column = index(0), index(1)
+    same = column.astype(jnp.float32) >= along_rows(memory.vectors, START)
+    a = jnp.where(same & (column < row), kk * along_rows(memory.vectors, BETA), 0.0)
     memory.a[...] = a.astype(jnp.float16)
-    memory.squares[1] = jnp.where(same, qk, 0.0).astype(jnp.bfloat16)
+    memory.squares[1] = jnp.where(same & (column <= row), qk, 0.0).astype(jnp.bfloat16)
 
 
 def _scaled(memory: _Memory, half: int, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -224,8 +225,10 @@ def _warp_scores(memory: _Memory) -> tuple[jax.Array, jax.Array]:
         jnp.sum(_loaded(memory.q.at[half]) * _loaded(memory.k.at[half]), axis=1)
         for half in range(HALVES)
     )
-    qk = decays.warp_diagonal(own)
-    zeros = constant(qk.shape, 0.0, TILE)
+    shape = CHUNK, warp_blocks.TOKENS
+    zeros = constant(shape, 0.0, TILE)
+    own = plgpu.layout_cast(lax.broadcast_in_dim(own, shape, (0,)), TILE)
+    qk = jnp.where(decays.warp_diagonal(), own, 0.0)
 
     # A loop, as the compiler would compute the factors of all levels at once, and spill them.
     def add(level: Any, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

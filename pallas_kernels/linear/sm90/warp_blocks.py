@@ -9,6 +9,7 @@ Kernels call these functions as attributes of this module, so that tests can rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,25 +61,56 @@ def sums(weights: jax.Array, values: Any) -> jax.Array:
     """``weights values`` of the tokens of each warp, float32 ``[64, 64]``.
 
     Args:
-      weights: float16 ``[64, 16]``.
-      values: float16 ``[64, 64]`` in shared memory, swizzled by 128 bytes.
+      weights: float16 or bfloat16 ``[64, 16]``.
+      values: ``[64, 64]`` of the same dtype in shared memory, swizzled by 128 bytes. Each warp reads
+        the rows that it has written.
     """
-    transforms = plgpu.RefType(matrix_transforms(CHUNK, 2))
-    run = plgpu.inline_mgpu(arg_types=(TILE, transforms), return_type=_result(CHUNK))
-    return run(_sums)(weights, values)
+    kind = {"float16": "f16", "bfloat16": "bf16"}[jnp.dtype(weights.dtype).name]
+    arguments = TILE, plgpu.RefType(matrix_transforms(CHUNK, 2))
+    run = functools.partial(_sums, kind)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=_result(CHUNK))(run)(weights, values)
 
 
-def _sums(_, weights, values):
+def _sums(kind, _, weights, values):
     lane, warp = lane_and_warp()
     values, row = Matrix(values, lane), arith.muli(warp, _i32(TOKENS))
     left, zeros = _words(weights).reshape(4), [utils.c(0.0, ir.F32Type.get())] * 4
     results = np.empty((CHUNK // 8, 2), dtype=object)
+    utils.warp_barrier()
     for column in range(0, CHUNK, 16):
         right = values.right(row, _i32(column))
         for half in range(2):
-            found = _mma("f16", left, right[2 * half : 2 * half + 2], zeros)
+            found = _mma(kind, left, right[2 * half : 2 * half + 2], zeros)
             results[column // 8 + half] = _pairs(found)
+    utils.warp_barrier()
     return _fragment(results)
+
+
+def own(x: Any, *, transpose: bool = False) -> jax.Array:
+    """The block of each warp's own tokens, or its transpose, bfloat16 ``[64, 16]``.
+
+    Args:
+      x: bfloat16 ``[64, 64]`` in shared memory, swizzled by 128 bytes.
+      transpose: whether rows and columns of each block are swapped.
+    """
+    transforms = plgpu.RefType(matrix_transforms(CHUNK, 2))
+    result = plgpu.ShapeDtypeStruct((CHUNK, TOKENS), jnp.dtype(jnp.bfloat16), TILE)
+    run = functools.partial(_own, transpose)
+    return plgpu.inline_mgpu(arg_types=(transforms,), return_type=result)(run)(x)
+
+
+def _own(transpose, _, x):
+    lane, warp = lane_and_warp()
+    matrix, at = Matrix(x, lane), arith.muli(warp, _i32(TOKENS))
+    words = matrix.left(at, at)
+    if transpose:
+        # Each 8 x 8 is transposed, and the two off the diagonal are in each other's place.
+        first, second, third, fourth = matrix.right(at, at)
+        words = [first, third, second, fourth]
+    kind = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = np.empty((2, 2), dtype=object)
+    registers.flat[:] = [utils.bitcast(word, kind) for word in words]
+    return _fragment(registers)
 
 
 def spread(x: jax.Array) -> jax.Array:
