@@ -27,11 +27,14 @@ def products(x, y, acc):
     return acc + jnp.einsum("brc,bic->bri", x, y).reshape(64, 16)
 
 
-def sums(weights, values):
+def sums(*terms):
     """Instead of :func:`warp_blocks.sums`."""
-    values = values[...].astype(jnp.float32).reshape(4, 16, -1)
-    weights = weights.astype(jnp.float32).reshape(4, 16, 16)
-    return jnp.einsum("bri,bic->brc", weights, values).reshape(64, -1)
+    result = jnp.zeros((64, 64), jnp.float32)
+    for weights, values in terms:
+        values = values[...].astype(jnp.float32).reshape(4, 16, -1)
+        weights = weights.astype(jnp.float32).reshape(4, 16, 16)
+        result += jnp.einsum("bri,bic->brc", weights, values).reshape(64, -1)
+    return result
 
 
 def own(x, *, transpose=False):
@@ -46,6 +49,12 @@ def spread(x):
     return jnp.where(block[:, None] == block, jnp.tile(x, (1, 4)), 0)
 
 
+def pairs(x, size, other=None):
+    """Instead of :func:`warp_blocks.pairs`."""
+    apart = jnp.arange(64, dtype=jnp.int32)[:, None] ^ jnp.arange(64, dtype=jnp.int32)
+    return jnp.where((apart >= size) & (apart < 2 * size), x, 0 if other is None else other)
+
+
 def store_last_row(target, x):
     """Instead of :func:`warp_blocks.store_last_row`."""
     target[...] = x[-1]
@@ -53,7 +62,7 @@ def store_last_row(target, x):
 
 # By name in the module.
 WARP_BLOCKS = {
-    function.__name__: function for function in (products, sums, own, spread, store_last_row)
+    function.__name__: function for function in (products, sums, own, spread, pairs, store_last_row)
 }
 
 

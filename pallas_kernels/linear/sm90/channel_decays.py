@@ -78,7 +78,7 @@ def to_boundary(size: Any) -> jax.Array:
 def warp_factors(size: Any, logs: Any) -> jax.Array:
     """:func:`factors` of a level whose blocks are of one warp."""
     weights = _weights(_is_before_boundary(*_warp_indices(), size))
-    return jnp.exp2(warp_blocks.sums(weights, logs) * (1 / _STEPS))
+    return jnp.exp2(warp_blocks.sums((weights, logs)) * (1 / _STEPS))
 
 
 def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
@@ -87,25 +87,17 @@ def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Arr
     return before & ((row ^ column) < size)
 
 
-def pairs(size: Any) -> jax.Array:
-    """Whether row and column are of this level, in any order."""
-    return _are_pairs(index(0), index(1), size)
-
-
 def warp_pairs(size: Any) -> jax.Array:
-    """The same of ``[64, 16]``, for the tokens of each row's warp."""
-    return _are_pairs(*_warp_indices(), size)
+    """Whether row and column of ``[64, 16]``, tokens of one warp, are of this level."""
+    row, column = _warp_indices()
+    apart = row ^ column
+    return (apart >= size) & (apart < 2 * size)
 
 
 def warp_diagonal() -> jax.Array:
     """Whether the column of ``[64, 16]`` is the row's own token."""
     row, column = _warp_indices()
     return row == column
-
-
-def _are_pairs(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
-    apart = row ^ column
-    return (apart >= size) & (apart < 2 * size)
 
 
 def _warp_indices() -> tuple[jax.Array, jax.Array]:

@@ -319,22 +319,30 @@ def _add_warp_levels(
         rows, columns, keys = (
             jnp.where(pairs, x, jnp.zeros_like(x)) for x in (of_rows, of_columns, of_keys)
         )
-        query = warp_blocks.sums(rows, scaled_k)
-        key = warp_blocks.sums(keys, scaled_k) + warp_blocks.sums(columns, scaled_q)
-        return _added(sums, size, factors, query, key)
+        sums = _with_queries(sums, factors, warp_blocks.sums((rows, scaled_k)))
+        key = warp_blocks.sums((keys, scaled_k), (columns, scaled_q))
+        return _with_keys(sums, size, factors, key)
 
     warpgroup_barrier()  # All threads' products have read what is overwritten.
     return lax.fori_loop(i32(0), i32(decays.WARP_LEVELS), add, sums)
 
 
-def _added(
-    sums: tuple[jax.Array, ...], size: Any, factors: jax.Array, query: jax.Array, key: jax.Array
+def _with_queries(
+    sums: tuple[jax.Array, ...], factors: jax.Array, query: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sums with a level's products of queries and keys: rows are read, columns written."""
+    """The sums with a level's part of dQ. Later products need not start before it is added."""
+    dq, dk, difference = sums
+    return lax.optimization_barrier((dq + query * factors, dk, difference))
+
+
+def _with_keys(
+    sums: tuple[jax.Array, ...], size: Any, factors: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums with a level's part of dK: rows are read, columns written."""
     dq, dk, difference = sums
     key = key * factors
     is_row = (index(0) & size) != 0
-    return dq + query * factors, dk + key, difference + jnp.where(is_row, key, -key)
+    return dq, dk + key, difference + jnp.where(is_row, key, -key)
 
 
 def _add_level(
@@ -349,21 +357,19 @@ def _add_level(
         buffer[...] = (_loaded(ref) * factors).astype(jnp.bfloat16)
     proxy_fence()
     warpgroup_barrier()
-    pairs = decays.pairs(size)
 
     def of_level(ref: Any) -> jax.Array:
-        x = plgpu.load(ref, layout=TILE)
-        return jnp.where(pairs, x, jnp.zeros_like(x))
+        return warp_blocks.pairs(plgpu.load(ref, layout=TILE), size)
 
-    def run(query_acc: Any, key_acc: Any) -> tuple[jax.Array, jax.Array]:
-        dp, e = memory.scores.at[DP], memory.scores.at[E]
-        plgpu.wgmma(query_acc, of_level(dp), scaled_k)
-        plgpu.wgmma(key_acc, of_level(e) + of_level(transposed(e)), scaled_k)
-        plgpu.wgmma(key_acc, of_level(transposed(dp)), scaled_q)
-        return plgpu.wgmma_accumulator_load(query_acc), plgpu.wgmma_accumulator_load(key_acc)
+    dp, e = memory.scores.at[DP], memory.scores.at[E]
 
-    query, key = pl.run_scoped(run, accumulator(CHANNELS), accumulator(CHANNELS))
-    return _added(sums, size, factors, query, key)
+    def of_keys(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, of_level(e) + of_level(transposed(e)), scaled_k)
+        plgpu.wgmma(acc, of_level(transposed(dp)), scaled_q)
+        return plgpu.wgmma_accumulator_load(acc)
+
+    sums = _with_queries(sums, factors, _product(of_level(dp), scaled_k))
+    return _with_keys(sums, size, factors, pl.run_scoped(of_keys, accumulator(CHANNELS)))
 
 
 def _send(memory: _Memory, half: Any, dq: jax.Array, dk: jax.Array, targets: list[Any]) -> None:

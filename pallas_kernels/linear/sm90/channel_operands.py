@@ -258,7 +258,7 @@ def _block_scores(
     _add_products(memory, size, accs)
     for x, acc in zip(within, accs, strict=True):
         found = plgpu.wgmma_accumulator_load(acc)
-        acc[...] = jnp.where(decays.pairs(size), found, warp_blocks.spread(x))
+        acc[...] = warp_blocks.pairs(found, size, warp_blocks.spread(x))
     _add_products(memory, 2 * size, accs, is_later=index(0) >= 2 * size)
     kk, qk = (plgpu.wgmma_accumulator_load(acc) for acc in accs)
     return kk, qk

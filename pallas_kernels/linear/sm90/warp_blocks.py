@@ -57,31 +57,35 @@ def _products(_, x, y, acc):
     return _fragment(results, acc.registers.shape)
 
 
-def sums(weights: jax.Array, values: Any) -> jax.Array:
-    """``weights values`` of the tokens of each warp, float32 ``[64, 64]``.
+def sums(*terms: tuple[jax.Array, Any]) -> jax.Array:
+    """Sum of ``weights values`` of the tokens of each warp, float32 ``[64, 64]``.
 
     Args:
-      weights: float16 or bfloat16 ``[64, 16]``.
-      values: ``[64, 64]`` of the same dtype in shared memory, swizzled by 128 bytes. Each warp reads
-        the rows that it has written.
+      terms: weights, float16 or bfloat16 ``[64, 16]``, and values, ``[64, 64]`` of the same dtype
+        in shared memory, swizzled by 128 bytes. Each warp reads the rows that it has written.
     """
-    kind = {"float16": "f16", "bfloat16": "bf16"}[jnp.dtype(weights.dtype).name]
-    arguments = TILE, plgpu.RefType(matrix_transforms(CHUNK, 2))
+    matrix = plgpu.RefType(matrix_transforms(CHUNK, 2))
+    types, arguments = (TILE, matrix) * len(terms), [x for term in terms for x in term]
+    kind = {"float16": "f16", "bfloat16": "bf16"}[jnp.dtype(terms[0][0].dtype).name]
     run = functools.partial(_sums, kind)
-    return plgpu.inline_mgpu(arg_types=arguments, return_type=_result(CHUNK))(run)(weights, values)
+    return plgpu.inline_mgpu(arg_types=types, return_type=_result(CHUNK))(run)(*arguments)
 
 
-def _sums(kind, _, weights, values):
+def _sums(kind, _, *arguments):
     lane, warp = lane_and_warp()
-    values, row = Matrix(values, lane), arith.muli(warp, _i32(TOKENS))
-    left, zeros = _words(weights).reshape(4), [utils.c(0.0, ir.F32Type.get())] * 4
+    row, zeros = arith.muli(warp, _i32(TOKENS)), [utils.c(0.0, ir.F32Type.get())] * 4
+    weights = [_words(x).reshape(4) for x in arguments[::2]]
+    values = [Matrix(x, lane) for x in arguments[1::2]]
     results = np.empty((CHUNK // 8, 2), dtype=object)
     utils.warp_barrier()
     for column in range(0, CHUNK, 16):
-        right = values.right(row, _i32(column))
+        found = [zeros, zeros]
+        for left, matrix in zip(weights, values, strict=True):
+            right = matrix.right(row, _i32(column))
+            for half in range(2):
+                found[half] = _mma(kind, left, right[2 * half : 2 * half + 2], found[half])
         for half in range(2):
-            found = _mma(kind, left, right[2 * half : 2 * half + 2], zeros)
-            results[column // 8 + half] = _pairs(found)
+            results[column // 8 + half] = _pairs(found[half])
     utils.warp_barrier()
     return _fragment(results)
 
@@ -128,6 +132,42 @@ def _spread(_, x):
         for i in range(2):
             results[group, i] = arith.select(own, given[group % 2, i], zeros)
     return _fragment(results)
+
+
+def pairs(x: jax.Array, size: int, other: jax.Array | None = None) -> jax.Array:
+    """x where the highest bit in which row and column differ is that of ``size``, 16 or 32.
+
+    A warp's columns of 16 are all of this level, or none is, and a select needs no index of its
+    own.
+
+    Args:
+      x: ``[64, 64]``, float32 or bfloat16.
+      size: half of the blocks of a level of pairs.
+      other: elsewhere, of the same dtype; None is 0.
+    """
+    arguments = (x,) if other is None else (x, other)
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), TILE)
+    run = functools.partial(_pairs_of_level, size // TOKENS)
+    types = (TILE,) * len(arguments)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(*arguments)
+
+
+def _pairs_of_level(size, _, x, other=None):
+    _, warp = lane_and_warp()
+    given, results = x.registers.reshape(4, -1), np.empty((4, x.registers.size // 4), dtype=object)
+    others = None if other is None else other.registers.reshape(4, -1)
+    for block in range(4):
+        apart = arith.xori(warp, _i32(block))
+        within = arith.cmpi(arith.CmpIPredicate.eq, arith.divui(apart, _i32(size)), _i32(1))
+        for i, register in enumerate(given[block]):
+            kind = ir.VectorType(register.type)
+            if others is None:
+                zero = utils.c(0.0, kind.element_type)
+                elsewhere = vector.broadcast(kind, zero)
+            else:
+                elsewhere = others[block, i]
+            results[block, i] = arith.select(within, register, elsewhere)
+    return _fragment(results.reshape(x.registers.shape), x.registers.shape)
 
 
 def store_last_row(target: Any, x: jax.Array) -> None:
