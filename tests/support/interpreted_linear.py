@@ -37,10 +37,9 @@ def sums(*terms):
     return result
 
 
-def own(x, *, transpose=False):
+def own(x):
     """Instead of :func:`warp_blocks.own`."""
-    blocks = [x[16 * i : 16 * i + 16, 16 * i : 16 * i + 16] for i in range(4)]
-    return jnp.concatenate([block.T for block in blocks] if transpose else blocks)
+    return jnp.concatenate([x[i : i + 16, i : i + 16] for i in range(0, 64, 16)])
 
 
 def spread(x):

@@ -83,7 +83,7 @@ class _Memory(NamedTuple):
       values: ``[3, 64, 128]``: dO, dV and U.
       states: ``[2, 128, 64]``, by half of the channels.
       dstates: the same.
-      scores: ``[2, 64, 64]``: dP and E.
+      scores: ``[3, 64, 64]``: dP, its transpose, and ``E + E^T``.
       vectors: of the chunk.
       through: ``[2, 64]``, by half of the channels.
       end: ``[2, 64]``, what the last token's gradient has in addition.
@@ -109,7 +109,7 @@ class _Memory(NamedTuple):
 
 
 DO, DV, U = range(3)
-DP, E = range(2)
+DP, DP_TRANSPOSED, E = range(3)
 
 
 def gradients_of(
@@ -179,7 +179,7 @@ def _gradients(given: _Inputs, scale: float) -> _Results:
             values=matrix(3, CHUNK, HEAD_DIM),
             states=matrix(HALVES, HEAD_DIM, CHANNELS),
             dstates=matrix(HALVES, HEAD_DIM, CHANNELS),
-            scores=matrix(2, CHUNK, CHUNK),
+            scores=matrix(3, CHUNK, CHUNK),
             vectors=numbers(VECTORS * CHUNK),
             through=numbers(HALVES, CHANNELS),
             end=numbers(HALVES, CHANNELS),
@@ -214,21 +214,33 @@ def _start_copies(
 
 
 def _score_gradient(scale: float, memory: _Memory) -> None:
-    """Writes dP."""
-    dp = _product(memory.values.at[DO], transposed(memory.values.at[U])) * scale
-    _write_scores(memory, DP, dp, index(1) <= index(0))
+    """Writes dP and its transpose."""
+    do, u = memory.values.at[DO], memory.values.at[U]
+    row, column = index(0), index(1)
+    _write(memory, DP, _product(do, transposed(u)) * scale, (column <= row) & _same(memory, 0))
+    of_columns = _product(u, transposed(do)) * scale
+    _write(memory, DP_TRANSPOSED, of_columns, (row <= column) & _same(memory, 1))
 
 
 def _key_products_gradient(memory: _Memory, updates: Any) -> None:
-    """Writes E, and the sums of u dv."""
+    """Writes ``E + E^T``, and the sums of u dv."""
     dv, u = memory.values.at[DV], memory.values.at[U]
     updates[...] = jnp.sum(_loaded(dv) * _loaded(u), axis=1)
-    _write_scores(memory, E, -_product(dv, transposed(u)), index(1) < index(0))
+    row, column = index(0), index(1)
+    lower = jnp.where(_same(memory, 0) & (column < row), -_product(dv, transposed(u)), 0.0)
+    lower = lax.optimization_barrier(lower)
+    upper = -_product(u, transposed(dv))
+    _write(memory, E, jnp.where(row < column, upper, lower), (column < row) | _same(memory, 1))
 
 
-def _write_scores(memory: _Memory, which: int, x: jax.Array, below: jax.Array) -> None:
-    same = index(1).astype(jnp.float32) >= along_rows(memory.vectors, START)
-    memory.scores[which] = jnp.where(below & same, x, 0.0).astype(jnp.bfloat16)
+def _same(memory: _Memory, axis: int) -> jax.Array:
+    """Whether the other axis's token is in the document of this one's, or later."""
+    along = along_columns if axis else along_rows
+    return index(1 - axis).astype(jnp.float32) >= along(memory.vectors, START)
+
+
+def _write(memory: _Memory, which: int, x: jax.Array, exists: jax.Array) -> None:
+    memory.scores[which] = jnp.where(exists, x, 0.0).astype(jnp.bfloat16)
 
 
 def _channel_gradients(scale: float, memory: _Memory, half: Any, targets: list[Any]) -> None:
@@ -297,11 +309,11 @@ def _add_warp_levels(
     memory: _Memory, half: Any, sums: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds what tokens of the same warp add to each other's gradients."""
-    dp, e = memory.scores.at[DP], memory.scores.at[E]
     q, k, logs = (ref.at[half] for ref in (memory.q, memory.k, memory.logs))
     scaled_k, scaled_q = (memory.scaled.at[2 * half + i] for i in range(2))
-    of_rows, of_columns = warp_blocks.own(dp), warp_blocks.own(dp, transpose=True)
-    of_keys = warp_blocks.own(e) + warp_blocks.own(e, transpose=True)
+    of_rows, of_columns, of_keys = (
+        warp_blocks.own(memory.scores.at[i]) for i in (DP, DP_TRANSPOSED, E)
+    )
     # A token's own key does not decay.
     own = jnp.where(decays.warp_diagonal(), of_rows, jnp.zeros_like(of_rows))
     own = jnp.sum(own.astype(jnp.float32), axis=1)
@@ -358,17 +370,15 @@ def _add_level(
     proxy_fence()
     warpgroup_barrier()
 
-    def of_level(ref: Any) -> jax.Array:
-        return warp_blocks.pairs(plgpu.load(ref, layout=TILE), size)
-
-    dp, e = memory.scores.at[DP], memory.scores.at[E]
+    def of_level(which: int) -> jax.Array:
+        return warp_blocks.pairs(plgpu.load(memory.scores.at[which], layout=TILE), size)
 
     def of_keys(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, of_level(e) + of_level(transposed(e)), scaled_k)
-        plgpu.wgmma(acc, of_level(transposed(dp)), scaled_q)
+        plgpu.wgmma(acc, of_level(E), scaled_k)
+        plgpu.wgmma(acc, of_level(DP_TRANSPOSED), scaled_q)
         return plgpu.wgmma_accumulator_load(acc)
 
-    sums = _with_queries(sums, factors, _product(of_level(dp), scaled_k))
+    sums = _with_queries(sums, factors, _product(of_level(DP), scaled_k))
     return _with_keys(sums, size, factors, pl.run_scoped(of_keys, accumulator(CHANNELS)))
 
 

@@ -90,27 +90,21 @@ def _sums(kind, _, *arguments):
     return _fragment(results)
 
 
-def own(x: Any, *, transpose: bool = False) -> jax.Array:
-    """The block of each warp's own tokens, or its transpose, bfloat16 ``[64, 16]``.
+def own(x: Any) -> jax.Array:
+    """The block of each warp's own tokens, bfloat16 ``[64, 16]``.
 
     Args:
       x: bfloat16 ``[64, 64]`` in shared memory, swizzled by 128 bytes.
-      transpose: whether rows and columns of each block are swapped.
     """
     transforms = plgpu.RefType(matrix_transforms(CHUNK, 2))
     result = plgpu.ShapeDtypeStruct((CHUNK, TOKENS), jnp.dtype(jnp.bfloat16), TILE)
-    run = functools.partial(_own, transpose)
-    return plgpu.inline_mgpu(arg_types=(transforms,), return_type=result)(run)(x)
+    return plgpu.inline_mgpu(arg_types=(transforms,), return_type=result)(_own)(x)
 
 
-def _own(transpose, _, x):
+def _own(_, x):
     lane, warp = lane_and_warp()
     matrix, at = Matrix(x, lane), arith.muli(warp, _i32(TOKENS))
     words = matrix.left(at, at)
-    if transpose:
-        # Each 8 x 8 is transposed, and the two off the diagonal are in each other's place.
-        first, second, third, fourth = matrix.right(at, at)
-        words = [first, third, second, fourth]
     kind = ir.VectorType.get((2,), ir.BF16Type.get())
     registers = np.empty((2, 2), dtype=object)
     registers.flat[:] = [utils.bitcast(word, kind) for word in words]
