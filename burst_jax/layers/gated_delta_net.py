@@ -321,8 +321,7 @@ class GatedDeltaNet(nnx.Module):
 
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(log decay, beta)`` in float32, as of :func:`burst_jax.linear.gated_delta_rule`."""
-        wide = jnp.float32
-        bias = _wide(self.dt_bias)
+        wide, bias = jnp.float32, _wide(self.dt_bias)
         time_step = jax.nn.softplus(self._time_step(x).astype(wide) + bias)
         rate = jnp.exp(_wide(self.A_log)).reshape(-1, *[1] * (bias.ndim - 1))
         return -rate * time_step, jax.nn.sigmoid(project(self.beta, x).astype(wide))
