@@ -167,10 +167,10 @@ def _attention(
 def _delta_net(
     config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
 ) -> GatedDeltaNet:
-    """Gated DeltaNet with those of the decoder's options that it has."""
+    """Linear attention with those of the decoder's options that it has."""
     assert config.delta_net is not None
     known: Any = {name: options[name] for name in OPTIONS if name in options}
-    return GatedDeltaNet(
+    return config.delta_net.layer(
         config.embed_dim,
         **dataclasses.asdict(config.delta_net),
         norm_epsilon=config.norm_epsilon,
