@@ -111,6 +111,11 @@ def unsupported(inputs: Inputs) -> str | None:
         return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
     if inputs.q.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
+    return None
+
+
+def unsupported_decay(inputs: Inputs) -> str | None:
+    """Why kernels of one decay per head do not support the decays, or None if they do."""
     if inputs.log_decay.ndim > inputs.beta.ndim:
         return (
             f"it has one decay per token and value head, log_decay has shape "

@@ -78,7 +78,8 @@ def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
     """
     if inputs.log_decay.ndim > inputs.beta.ndim:
         vectors = chunk_vectors(jnp.zeros_like(inputs.beta), inputs.beta, inputs.tokens)
-        operands = channel_operands(inputs.q, inputs.k, inputs.log_decay, vectors)
+        log_decay = inputs.log_decay.astype(jnp.float32)
+        operands = channel_operands(inputs.q, inputs.k, log_decay, vectors)
         return Prepared(vectors, None, operands)
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
     form = Form.of(inputs) if form is None else form
@@ -148,6 +149,7 @@ def backward(
     """
     scans = states(*backward_inputs(inputs, prepared, start, do, last), scale)
     if prepared.channels is not None:
+        inputs = inputs._replace(log_decay=inputs.log_decay.astype(jnp.float32))
         return channel_gradients.gradients_of(inputs, prepared.vectors, do, scans, scale)
     kernel = chunk_gradients.gradients
     return gradients_of(kernel, inputs, prepared.vectors, do, scans, scale)
