@@ -54,6 +54,12 @@ def pairs(x, size, other=None):
     return jnp.where((apart >= size) & (apart < 2 * size), x, 0 if other is None else other)
 
 
+def later_rows(x, first, *, earlier=False):
+    """Instead of :func:`warp_blocks.later_rows`."""
+    is_later = jnp.arange(64, dtype=jnp.int32)[:, None] >= first
+    return jnp.where(is_later != earlier, x, jnp.zeros_like(x))
+
+
 def store_last_row(target, x):
     """Instead of :func:`warp_blocks.store_last_row`."""
     target[...] = x[-1]
@@ -61,7 +67,7 @@ def store_last_row(target, x):
 
 # By name in the module.
 WARP_BLOCKS = {
-    function.__name__: function for function in (products, sums, own, spread, pairs, store_last_row)
+    function.__name__: function for function in (products, sums, own, spread, pairs, later_rows, store_last_row)
 }
 
 

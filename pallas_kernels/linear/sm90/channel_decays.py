@@ -55,7 +55,7 @@ def factors(weights: jax.Array, logs: Any) -> jax.Array:
 
     def run(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, weights, logs)
-        return jnp.exp2(plgpu.wgmma_accumulator_load(acc) * (1 / _STEPS))
+        return jnp.exp2(plgpu.wgmma_accumulator_load(acc))
 
     return pl.run_scoped(run, accumulator(CHANNELS))
 
@@ -78,7 +78,7 @@ def to_boundary(size: Any) -> jax.Array:
 def warp_factors(size: Any, logs: Any) -> jax.Array:
     """:func:`factors` of a level whose blocks are of one warp."""
     weights = _weights(_is_before_boundary(*_warp_indices(), size))
-    return jnp.exp2(warp_blocks.sums((weights, logs)) * (1 / _STEPS))
+    return jnp.exp2(warp_blocks.sums((weights, logs)))
 
 
 def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
@@ -109,4 +109,12 @@ def _warp_indices() -> tuple[jax.Array, jax.Array]:
 
 
 def _weights(are_summed: jax.Array) -> jax.Array:
-    return jnp.where(are_summed, 1.0, 0.0).astype(jnp.float16)
+    return jnp.where(are_summed, 1 / _STEPS, 0.0).astype(jnp.float16)
+
+
+def scaled(rows: Any, factors: jax.Array) -> jax.Array:
+    """Rows in shared memory times factors, bfloat16.
+
+    The factors are rounded first: two products by one instruction, and no conversion.
+    """
+    return plgpu.load(rows, layout=TILE) * factors.astype(jnp.bfloat16)

@@ -326,7 +326,7 @@ def _add_warp_levels(
         size = lax.shift_left(i32(1), level)
         factors = decays.warp_factors(size, logs)
         for ref, buffer in ((k, scaled_k), (q, scaled_q)):
-            buffer[...] = (_loaded(ref) * factors).astype(jnp.bfloat16)
+            buffer[...] = decays.scaled(ref, factors)
         pairs = decays.warp_pairs(size)
         rows, columns, keys = (
             jnp.where(pairs, x, jnp.zeros_like(x)) for x in (of_rows, of_columns, of_keys)
@@ -344,7 +344,8 @@ def _with_queries(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sums with a level's part of dQ. Later products need not start before it is added."""
     dq, dk, difference = sums
-    return lax.optimization_barrier((dq + query * factors, dk, difference))
+    query = query * factors.astype(jnp.float32)
+    return lax.optimization_barrier((dq + query, dk, difference))
 
 
 def _with_keys(
@@ -352,7 +353,7 @@ def _with_keys(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sums with a level's part of dK: rows are read, columns written."""
     dq, dk, difference = sums
-    key = key * factors
+    key = key * factors.astype(jnp.float32)
     is_row = (index(0) & size) != 0
     return dq, dk + key, difference + jnp.where(is_row, key, -key)
 
@@ -363,10 +364,11 @@ def _add_level(
     """Adds a level of tokens of different warps."""
     q, k, logs = (ref.at[half] for ref in (memory.q, memory.k, memory.logs))
     scaled_k, scaled_q = (memory.scaled.at[2 * half + i] for i in range(2))
-    factors = decays.factors(decays.to_boundary(size), logs)
+    factors = decays.factors(decays.to_boundary(size), logs).astype(jnp.bfloat16)
+    factors = lax.optimization_barrier(factors)  # Half of the registers.
     warpgroup_barrier()  # All threads have read what is overwritten.
     for ref, buffer in ((k, scaled_k), (q, scaled_q)):
-        buffer[...] = (_loaded(ref) * factors).astype(jnp.bfloat16)
+        buffer[...] = decays.scaled(ref, factors)
     proxy_fence()
     warpgroup_barrier()
 

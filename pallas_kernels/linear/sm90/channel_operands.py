@@ -178,14 +178,15 @@ def _scaled_rows(memory: _Memory, targets: Any) -> None:
     memory that X beta, P and A need later.
     """
     vectors = memory.vectors
+    from_start, to_end = decays.from_start(), decays.to_end()
     for half in range(HALVES):
         q_target, k_target, out_target = targets(half)
         k = _loaded(memory.k.at[half])
-        into = decays.factors(decays.from_start(), memory.logs.at[half])
+        into = decays.factors(from_start, memory.logs.at[half])
         into = into * along_rows(vectors, INTO)
         channels = pl.ds(half * CHANNELS, CHANNELS)
         warp_blocks.store_last_row(memory.through.at[channels], into)
-        out = decays.factors(decays.to_end(), memory.logs.at[half]) * along_rows(vectors, OUT)
+        out = decays.factors(to_end, memory.logs.at[half]) * along_rows(vectors, OUT)
         rows = _loaded(memory.q.at[half]) * into, k * into, k * out
         if half:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -214,8 +215,7 @@ def _scores(memory: _Memory) -> None:
 
 def _scaled(memory: _Memory, half: int, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and queries times the factors of a level."""
-    k, q = (_loaded(ref.at[half]) * factors for ref in (memory.k, memory.q))
-    return k.astype(jnp.bfloat16), q.astype(jnp.bfloat16)
+    return decays.scaled(memory.k.at[half], factors), decays.scaled(memory.q.at[half], factors)
 
 
 def _warp_scores(memory: _Memory) -> tuple[jax.Array, jax.Array]:
@@ -259,13 +259,13 @@ def _block_scores(
     for x, acc in zip(within, accs, strict=True):
         found = plgpu.wgmma_accumulator_load(acc)
         acc[...] = warp_blocks.pairs(found, size, warp_blocks.spread(x))
-    _add_products(memory, 2 * size, accs, is_later=index(0) >= 2 * size)
+    _add_products(memory, 2 * size, accs, first=2 * size)
     kk, qk = (plgpu.wgmma_accumulator_load(acc) for acc in accs)
     return kk, qk
 
 
 def _add_products(
-    memory: _Memory, size: int, accs: tuple[Any, Any], is_later: jax.Array | None = None
+    memory: _Memory, size: int, accs: tuple[Any, Any], first: int | None = None
 ) -> None:
     """Starts a level's products.
 
@@ -273,17 +273,16 @@ def _add_products(
       memory: shared memory.
       size: half of the level's blocks.
       accs: of keys, and of queries and keys.
-      is_later: rows that are rows of results, and no columns; None if all are both.
+      first: the first row of results; tokens before it are their columns. None if all are both.
     """
     weights = decays.to_boundary(size)
     for half in range(HALVES):
         scaled = memory.staged.at[half]
         k, q = _scaled(memory, half, decays.factors(weights, memory.logs.at[half]))
         columns, rows = k, (k, q)
-        if is_later is not None:
-            zero = jnp.zeros((), jnp.bfloat16)
-            columns = jnp.where(is_later, zero, k)
-            rows = [jnp.where(is_later, x, zero) for x in rows]
+        if first is not None:
+            columns = warp_blocks.later_rows(k, first, earlier=True)
+            rows = [warp_blocks.later_rows(x, first) for x in rows]
         scaled[...] = columns
         proxy_fence()
         warpgroup_barrier()

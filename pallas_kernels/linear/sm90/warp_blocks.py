@@ -164,6 +164,30 @@ def _pairs_of_level(size, _, x, other=None):
     return _fragment(results.reshape(x.registers.shape), x.registers.shape)
 
 
+def later_rows(x: jax.Array, first: int, *, earlier: bool = False) -> jax.Array:
+    """Zeros instead of the rows before ``first``, or from it on.
+
+    Args:
+      x: bfloat16 ``[64, 64]``.
+      first: a multiple of 16: a warp's rows stay, or none does.
+      earlier: whether the earlier rows stay.
+    """
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), TILE)
+    run = functools.partial(_later_rows, first // TOKENS, earlier)
+    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)(run)(x)
+
+
+def _later_rows(first, earlier, _, x):
+    _, warp = lane_and_warp()
+    kind = arith.CmpIPredicate.ult if earlier else arith.CmpIPredicate.uge
+    stays = arith.cmpi(kind, warp, _i32(first))
+    zero = utils.c(0.0, ir.VectorType(x.registers.flat[0].type).element_type)
+    zeros = vector.broadcast(x.registers.flat[0].type, zero)
+    results = np.empty(x.registers.shape, dtype=object)
+    results.flat[:] = [arith.select(stays, register, zeros) for register in x.registers.flat]
+    return _fragment(results, x.registers.shape)
+
+
 def store_last_row(target: Any, x: jax.Array) -> None:
     """Stores the row of a chunk's last token.
 
