@@ -48,6 +48,14 @@ def spread(x):
     return jnp.where(block[:, None] == block, jnp.tile(x, (1, 4)), 0)
 
 
+def with_blocks(own, full, value):
+    """Instead of :func:`warp_blocks.with_blocks`."""
+    result, block = spread(own.astype(jnp.float32)), jnp.arange(64, dtype=jnp.int32) // 16
+    for row, column in full:
+        result = jnp.where((block[:, None] == row) & (block == column), value, result)
+    return result.astype(own.dtype)
+
+
 def pairs(x, size, other=None):
     """Instead of :func:`warp_blocks.pairs`."""
     apart = jnp.arange(64, dtype=jnp.int32)[:, None] ^ jnp.arange(64, dtype=jnp.int32)
@@ -67,8 +75,11 @@ def store_last_row(target, x):
 
 # By name in the module.
 WARP_BLOCKS = {
-    function.__name__: function for function in (products, sums, own, spread, pairs, later_rows, store_last_row)
-}
+    function.__name__: function
+    for function in (
+        products, sums, own, spread, with_blocks, pairs, later_rows, store_last_row
+    )
+}  # fmt: skip
 
 
 def _rounded(x):

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM, LEAST_LOG_DECAY
 from pallas_kernels.linear.sm90 import warp_blocks
-from pallas_kernels.linear.sm90.chunk_operands import accumulator, index
+from pallas_kernels.linear.sm90.chunk_operands import accumulator
 from pallas_kernels.mosaic.sm90.instructions import TILE
 
 LEVELS = int(math.log2(CHUNK))
@@ -62,29 +62,39 @@ def factors(weights: jax.Array, logs: Any) -> jax.Array:
 
 def from_start() -> jax.Array:
     """Weights of the tokens up to each row's, for the decay from the chunk's start."""
-    return _weights(index(1) <= index(0))
+    row, column = _warp_indices()
+    return warp_blocks.with_blocks(_weights(column <= row), _BEFORE, 1 / _STEPS)
 
 
 def to_end() -> jax.Array:
     """Weights of the tokens after each row's, for the decay to the chunk's end."""
-    return _weights(index(1) > index(0))
+    row, column = _warp_indices()
+    return warp_blocks.with_blocks(_weights(column > row), _AFTER, 1 / _STEPS)
 
 
-def to_boundary(size: Any) -> jax.Array:
-    """Weights of the tokens between each row's and the boundary of its block."""
-    return _weights(_is_before_boundary(index(0), index(1), size))
+def to_boundary(size: int) -> jax.Array:
+    """Weights of the tokens between each row's and the boundary of its block.
+
+    Args:
+      size: half of the block's tokens, 16 or 32: a level of tokens of different warps.
+    """
+    row, column = _warp_indices()
+    weights = _weights(jnp.where((_row() & size) != 0, column <= row, column > row))
+    return warp_blocks.with_blocks(weights, _TO_BOUNDARY[size], 1 / _STEPS)
+
+
+# (warp, warp of the tokens that its rows sum in addition to their own warp's)
+_BEFORE = frozenset((w, v) for w in range(4) for v in range(w))
+_AFTER = frozenset((v, w) for w, v in _BEFORE)
+_TO_BOUNDARY: dict[int, frozenset[tuple[int, int]]] = {16: frozenset(), 32: frozenset({(0, 1), (3, 2)})}
 
 
 def warp_factors(size: Any, logs: Any) -> jax.Array:
     """:func:`factors` of a level whose blocks are of one warp."""
-    weights = _weights(_is_before_boundary(*_warp_indices(), size))
-    return jnp.exp2(warp_blocks.sums((weights, logs)))
-
-
-def _is_before_boundary(row: jax.Array, column: jax.Array, size: Any) -> jax.Array:
-    """Whether the column's token is between the row's and the boundary of its block."""
+    row, column = _warp_indices()
     before = jnp.where((row & size) != 0, column <= row, column > row)
-    return before & ((row ^ column) < size)
+    weights = _weights(before & ((row ^ column) < size))
+    return jnp.exp2(warp_blocks.sums((weights, logs)))
 
 
 def warp_pairs(size: Any) -> jax.Array:
@@ -101,11 +111,12 @@ def warp_diagonal() -> jax.Array:
 
 
 def _warp_indices() -> tuple[jax.Array, jax.Array]:
-    shape = CHUNK, warp_blocks.TOKENS
-    row, column = (
-        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)
-    )
-    return row & (warp_blocks.TOKENS - 1), column
+    column = plgpu.broadcasted_iota(jnp.int32, (CHUNK, warp_blocks.TOKENS), 1, layout=TILE)
+    return _row() & (warp_blocks.TOKENS - 1), column
+
+
+def _row() -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, warp_blocks.TOKENS), 0, layout=TILE)
 
 
 def _weights(are_summed: jax.Array) -> jax.Array:

@@ -220,14 +220,12 @@ def _scaled(memory: _Memory, half: int, factors: jax.Array) -> tuple[jax.Array, 
 
 def _warp_scores(memory: _Memory) -> tuple[jax.Array, jax.Array]:
     """Products of keys, and of queries and keys, of the tokens of each warp, ``[64, 16]``."""
-    # A token's own key does not decay.
-    own = sum(
-        jnp.sum(_loaded(memory.q.at[half]) * _loaded(memory.k.at[half]), axis=1)
-        for half in range(HALVES)
-    )
     shape = CHUNK, warp_blocks.TOKENS
-    zeros = constant(shape, 0.0, TILE)
-    own = plgpu.layout_cast(lax.broadcast_in_dim(own, shape, (0,)), TILE)
+    own = zeros = constant(shape, 0.0, TILE)
+    for half in range(HALVES):
+        q, k = (plgpu.load(ref.at[half], layout=TILE) for ref in (memory.q, memory.k))
+        own = warp_blocks.products(q, k, own)
+    # A token's own key does not decay.
     qk = jnp.where(decays.warp_diagonal(), own, 0.0)
 
     # A loop, as the compiler would compute the factors of all levels at once, and spill them.

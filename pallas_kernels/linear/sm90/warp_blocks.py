@@ -10,7 +10,7 @@ Kernels call these functions as attributes of this module, so that tests can rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,37 @@ def _spread(_, x):
         for i in range(2):
             results[group, i] = arith.select(own, given[group % 2, i], zeros)
     return _fragment(results)
+
+
+def with_blocks(own: jax.Array, full: Collection[tuple[int, int]], value: float) -> jax.Array:
+    """``[64, 64]`` of constants, of the columns of a warp's own tokens and of other warps'.
+
+    Args:
+      own: float16 ``[64, 16]``.
+      full: pairs of a warp of rows and one of columns, whose ``[16, 16]`` are ``value``; others
+        are 0.
+      value: see full.
+    """
+    result = plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.dtype(jnp.float16), TILE)
+    bits = sum(1 << (4 * row + column) for row, column in full)
+    run = functools.partial(_with_blocks, bits, value)
+    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)(run)(own)
+
+
+def _with_blocks(bits, value, _, own):
+    _, warp = lane_and_warp()
+    given, results = own.registers.reshape(-1), np.empty((4, own.registers.size), dtype=object)
+    kind, equal = given[0].type, arith.CmpIPredicate.eq
+    of_warp = arith.shrui(_i32(bits), arith.muli(warp, _i32(4)))
+    zeros, values = (
+        vector.broadcast(kind, utils.c(x, ir.VectorType(kind).element_type)) for x in (0.0, value)
+    )
+    for block in range(4):
+        is_own = arith.cmpi(equal, warp, _i32(block))
+        bit = arith.andi(of_warp, _i32(1 << block))
+        elsewhere = arith.select(arith.cmpi(equal, bit, _i32(0)), zeros, values)
+        results[block] = [arith.select(is_own, register, elsewhere) for register in given]
+    return _fragment(results.reshape(-1, 2))
 
 
 def pairs(x: jax.Array, size: int, other: jax.Array | None = None) -> jax.Array:
