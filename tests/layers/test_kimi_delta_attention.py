@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kimi_linear_layer
 import numpy as np
 import plain_model
 import pytest
@@ -134,3 +135,21 @@ def test_errors_name_the_layer():
     layer = make_layer(mesh=mesh_of(seq=2), implementation="mosaic_sm90")
     with pytest.raises(NotImplementedError, match="'mosaic_sm90' cannot run: it needs compute"):
         layer(X)
+
+
+def test_equals_the_layer_of_transformers():
+    """KimiLinearDeltaAttention in float32, whose output is stored."""
+    layer = KimiDeltaAttention(
+        kimi_linear_layer.FEATURES, kimi_linear_layer.HEADS, head_dim=kimi_linear_layer.HEAD_DIM,
+        norm_epsilon=1e-5, rngs=nnx.Rngs(0), mesh=mesh_of(seq=3), layout="zigzag",
+    )  # fmt: skip
+    given, state = kimi_linear_layer.parameters(), nnx.state(layer)
+    for path, leaf in nnx.to_flat_state(state):
+        weight = given.pop(".".join(map(str, path)))
+        leaf.set_value(jnp.asarray(weight.reshape(leaf.get_value().shape)))
+    assert not given
+    nnx.update(layer, state)
+    x = to_layout(jnp.asarray(kimi_linear_layer.X), "zigzag", 3)
+    out = from_layout(quick_jit(layer)(x), "zigzag", 3)
+    want = np.load(kimi_linear_layer.FILE)["out"]
+    np.testing.assert_allclose(out, want, rtol=0, atol=3e-6 * np.abs(want).max())
