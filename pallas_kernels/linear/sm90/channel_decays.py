@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -86,7 +85,10 @@ def to_boundary(size: int) -> jax.Array:
 # (warp, warp of the tokens that its rows sum in addition to their own warp's)
 _BEFORE = frozenset((w, v) for w in range(4) for v in range(w))
 _AFTER = frozenset((v, w) for w, v in _BEFORE)
-_TO_BOUNDARY: dict[int, frozenset[tuple[int, int]]] = {16: frozenset(), 32: frozenset({(0, 1), (3, 2)})}
+_TO_BOUNDARY: dict[int, frozenset[tuple[int, int]]] = {
+    16: frozenset(),
+    32: frozenset({(0, 1), (3, 2)}),
+}
 
 
 def warp_factors(size: Any, logs: Any) -> jax.Array:

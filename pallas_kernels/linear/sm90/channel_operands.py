@@ -132,8 +132,12 @@ def channel_operands(
         _scaled_rows(memory, targets)
         plgpu.copy_smem_to_gmem(memory.through, results.through.at[b, h, n])
         _scores(memory)
-        invert(memory.a, memory.x, memory.vectors.at[pl.ds(LOG, VECTORS * CHUNK - LOG)],
-               memory.squares.at[0])
+        invert(
+            memory.a,
+            memory.x,
+            memory.vectors.at[pl.ds(LOG, VECTORS * CHUNK - LOG)],
+            memory.squares.at[0],
+        )
         proxy_fence()
         warpgroup_barrier()
         plgpu.copy_smem_to_gmem(memory.squares.at[0], results.x.at[b, h, tokens])
