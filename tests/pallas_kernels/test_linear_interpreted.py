@@ -13,14 +13,16 @@ import pytest
 
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
+from pallas_kernels.linear.kernel_parts import Form
 from pallas_kernels.linear.sm80 import operation as sm80
 from pallas_kernels.linear.sm90 import operation as sm90
 
 # What interprets them, their operation, and arguments of its first pass.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "sm90": (interpreted.interpreted, sm90, {"form": sm90.Form.APART}),
-    "sm90-ahead": (interpreted.interpreted, sm90, {"form": sm90.Form.AHEAD}),
-    "sm80": (interpreted_sm80.interpreted, sm80, {}),
+    "sm90": (interpreted.interpreted, sm90, {"form": Form.APART}),
+    "sm90-ahead": (interpreted.interpreted, sm90, {"form": Form.AHEAD}),
+    "sm80": (interpreted_sm80.interpreted, sm80, {"form": Form.APART}),
+    "sm80-ahead": (interpreted_sm80.interpreted, sm80, {"form": Form.AHEAD}),
 }
 # [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
 # begin inside of chunks; padding; groups; chunks that leave nothing in the last state.

@@ -49,8 +49,8 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import inverse
-from pallas_kernels.mosaic import fragments, tile_scheduler, transfers
-from pallas_kernels.mosaic.sm90 import flags, instructions, padding
+from pallas_kernels.mosaic import flags, fragments, tile_scheduler, transfers
+from pallas_kernels.mosaic.sm90 import instructions, padding
 
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 # Clocks that asynchronous copies and products use in turn. A race between two of one is missed.
@@ -466,7 +466,7 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return token, [interpreted_rows.RULES[name[1]](*get_invals())]
         if name[0] == flags.__name__:
             counters, *values = get_invals()
-            run = {"count": _count, "wait_for": _check_count}[name[1]]
+            run = {"count": _count, "wait_for": _check_count}[name[1].partition(".")[0]]
             named = dict(zip(("index", "least"), values, strict=False))
             return _call(self, eqn, run, token, counters=(counters, ()), **named), []
         fetches = "_fetch", "_fetch_with_order", "_fetch_for_cluster"
@@ -477,6 +477,16 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         transforms = eqn.params["pytree_ref_transforms"].unflatten(leaves)
         counter, slot = zip((counter, slot), transforms, strict=True)
         return _call(self, eqn, _fetch_index, token, counter=counter, slot=slot), []
+
+
+@contextlib.contextmanager
+def with_counters():
+    """Counters in global memory (:mod:`flags`) have rules inside, as all of Hopper's operations."""
+    with (
+        mock.patch.object(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
+        mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -500,8 +510,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         patch(padding, "zero_rows", interpreted_rows.zero_rows),
         patch(inverse, "invert", interpreted_linear.invert),
         patch(transfers, "store_rows", interpreted_rows.store_rows),
-        patch(jaxpr_interpret, "JaxprInterpreter", _Interpreter),
-        patch(shared_memory, "GPUSharedMemory", _Memory),
+        with_counters(),
         patch(shared_memory, "Barrier", _Barrier),
         patch(shared_memory, "ClusterBarrier", _ClusterBarrier),
         plgpu.force_gpu_interpret_mode(params),
