@@ -708,6 +708,11 @@ MUTANTS = [
      "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",
      "        start(jnp.minimum(index + 1, chunks - 1), stage)\n        return", LINEAR_SM80),
     ("pallas_kernels/linear/sm80/gradients.py", "write = write * along_rows(out)", "pass", LINEAR_SM80),
+    # Not yet written when it is read, and not read when the next one is copied.
+    ("pallas_kernels/linear/sm80/scan.py", "        wait(n)\n", "", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py", "start_x(jnp.minimum(n + 1, chunks - 1), 1 - stage)",
+     "start_x(jnp.minimum(n + 1, chunks - 1), stage)", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/ahead.py", "own * 2 + lax.rem(step, i32(2))", "own * 2", LINEAR_SM80),
     ("pallas_kernels/mosaic/sm80/instructions.py", "exchanged(words[1], words[3], high, 2)",
      "exchanged(words[1], words[3], odd, 2)", "tests/pallas_kernels/test_sm80_stores.py"),
     # --- what grouped products and decoding leave out
