@@ -19,8 +19,8 @@ import interpreted_callbacks
 import interpreted_linear
 import jax
 import jax.numpy as jnp
-from jax import lax
 from interpreted import with_counters
+from jax import lax
 from jax._src import source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
