@@ -241,6 +241,52 @@ def _dynamic_update_slice(params, _):
     return update
 
 
+def _pad(params, avals):
+    """What negative padding cuts off is written, too, and then left out."""
+    config = [tuple(map(int, each)) for each in params["padding_config"]]
+    cut = [(max(-low, 0), max(-high, 0)) for low, high, _ in config]
+    sizes = [size + sum(ends) for size, ends in zip(avals[0].shape, cut, strict=True)]
+    at = tuple(
+        slice(max(low, 0), size - max(high, 0), inner + 1)
+        for size, (low, high, inner) in zip(sizes, config, strict=True)
+    )
+    kept = tuple(slice(low, size - high) for size, (low, high) in zip(sizes, cut, strict=True))
+
+    def pad(x, fill):
+        whole = np.full(sizes, fill, x.dtype)
+        whole[at] = x
+        return whole[kept]
+
+    return pad
+
+
+def _split(params, _):
+    ends = np.cumsum(params["sizes"])[:-1]
+    return lambda x: np.split(x, ends, params["axis"])
+
+
+def _sort(params, _):
+    """By the first arrays, equal ones in their order."""
+    axis, keys = params["dimension"], params["num_keys"]
+
+    def sort(*arrays):
+        order = np.lexsort(arrays[:keys][::-1], axis=axis)
+        return [np.take_along_axis(x, order, axis) for x in arrays]
+
+    return sort
+
+
+def _cumsum(params, _):
+    axis, reverse = params["axis"], params["reverse"]
+
+    def cumsum(x):
+        if not reverse:
+            return np.cumsum(x, axis, dtype=x.dtype)
+        return np.flip(np.cumsum(np.flip(x, axis), axis, dtype=x.dtype), axis)
+
+    return cumsum
+
+
 def _reduce(function):
     return lambda params, _: lambda x: function(x, axis=tuple(params["axes"]))
 
@@ -315,7 +361,11 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "gt": operator.gt, "ge": operator.ge, "select_n": _select,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "shift_left": _shift(operator.lshift), "shift_right_logical": _shift(_right),
-    "pow": operator.pow, "copy": lambda x: x, "one_minus_square": lambda x: (1 - x) * (1 + x),
+    "add_any": operator.add, "sin": np.sin, "cos": np.cos, "log1p": np.log1p, "expm1": np.expm1,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
+    "complex": lambda x, y: x + 1j * y, "real": np.real, "imag": np.imag,
+    "stop_gradient": lambda x: x, "pow": operator.pow, "copy": lambda x: x,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
 }  # fmt: skip
 _RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "jit": _called, "pjit": _called, "closed_call": _called, "custom_jvp_call": _called,
@@ -330,4 +380,5 @@ _RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "reduce_and": _reduce(np.all), "reduce_sum": _sum, "dot_general": _dot_general,
     "integer_pow": lambda params, _: lambda x: x ** params["y"], "round": _round,
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
+    "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum,
 }  # fmt: skip
