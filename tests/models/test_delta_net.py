@@ -133,7 +133,8 @@ def losses(config, folder, **sizes):
     mesh, optimizer = mesh_of(**sizes), optax.sgd(RATE, MOMENTUM)
     options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
     drawn = decoders.drawn(abstract_decoder(config)[1])
-    graphdef, *state = init_train_state(config, optimizer, mesh, 0, params=drawn, **options)
+    graphdef, *made = init_train_state(config, optimizer, mesh, 0, params=drawn, **options)
+    state: list[Any] = made
     step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)
     found: list[float] = []
 
