@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import local
 import local_cases
 import numpy as np
+import numpy_jaxprs
 import pytest
 from implementations import quick_jit
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -53,7 +54,7 @@ def interpret(run, *arrays, **options):
     """``run(*arrays)`` as NumPy arrays, its kernels interpreted."""
     with interpreted.interpreted(**options):
         # A new function each time, so that nothing traced before is reused.
-        return jax.tree.map(np.asarray, jax.jit(lambda *arrays: run(*arrays))(*arrays))
+        return numpy_jaxprs.run(lambda *arrays: run(*arrays), *arrays)
 
 
 def interpret_all(inputs, kernels=KERNELS, **options):

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_jaxprs
 from jax._src import callback
+from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, shared_memory
 
 
 @contextlib.contextmanager
@@ -30,8 +31,31 @@ def with_numpy() -> Iterator[None]:
         mock.patch.object(shared_memory, "_to_int", _to_int),
         mock.patch.object(thread_map, "_run_jaxpr", numpy_jaxprs.evaluate),
         mock.patch.object(thread_map, "thread_map", _thread_map),
+        mock.patch.dict(numpy_jaxprs.RULES, {"mpmd_map": _kernel}),
     ):
         yield
+
+
+def _kernel(params, _):
+    """The program as which JAX interprets a kernel, evaluated by NumPy, too."""
+
+    def run(*args):
+        def interpret(*args, interpret, **params):
+            return interpret_pallas_call.interpret_pallas_call(
+                *args, interpret_params=interpret, **params
+            )
+
+        def traced(*args):
+            context = SimpleNamespace(avals_in=[jax.typeof(x) for x in args])
+            # With this context it only completes the parameters.
+            with mock.patch.object(pallas_call, "_pallas_call_lowering", lambda _, *a, **p: (a, p)):
+                args, given = mpmd._mpmd_map_fallback_lowering(context, *args, **params)
+            return list(interpret(*args, **given))
+
+        jaxpr = jax.make_jaxpr(traced)(*args)
+        return numpy_jaxprs.evaluate(jaxpr, jaxpr.consts, *args)
+
+    return run
 
 
 def _thread_map(

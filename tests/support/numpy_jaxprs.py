@@ -1,7 +1,7 @@
 """Traced programs evaluated by NumPy, one equation after the other, without compiling anything.
 
-For programs that are evaluated a few times: those of interpreted kernels, whose callbacks then get
-NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which compiles it.
+For programs that are evaluated a few times: formulas in float64, and interpreted kernels, whose
+callbacks then get NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which compiles it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax._src.state import discharge
 
 _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -22,6 +24,14 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, as NumPy arrays or scalars."""
     with np.errstate(all="ignore"):
         return _program_of(jaxpr)(*map(_value, (*consts, *args)))
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, traced by JAX (0.12 or newer) and evaluated by NumPy."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = discharge.discharge_state(jaxpr)  # A kernel's arguments are references.
+    found = evaluate(jaxpr, jaxpr.consts, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def _value(x: Any) -> Any:
@@ -87,8 +97,8 @@ def _function_of(eqn: Any) -> Callable[..., Sequence[Any]]:
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
         return lambda *args: (function(*args),)
-    if name in _RULES:
-        function = _RULES[name](params, [var.aval for var in eqn.outvars])
+    if name in RULES:
+        function = RULES[name](params, [var.aval for var in eqn.outvars])
         if eqn.primitive.multiple_results:
             return function
         return lambda *args: (function(*args),)
@@ -106,6 +116,10 @@ def _function_of(eqn: Any) -> Callable[..., Sequence[Any]]:
 
 def _called(params, _):
     return _closed(params.get("jaxpr") or params["call_jaxpr"])
+
+
+def _custom_vmap(params, _):
+    return _closed(discharge.discharge_state(params["call"]))
 
 
 def _cond(params, _):
@@ -291,6 +305,23 @@ def _reduce(function):
     return lambda params, _: lambda x: function(x, axis=tuple(params["axes"]))
 
 
+def _reduce_by_program(params, _):
+    """By halves: what ``lax.reduce`` is given is associative, and here elementwise."""
+    combine, dims = _closed(params["jaxpr"]), params["dimensions"]
+
+    def run(*operands):
+        xs, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+        first = range(len(dims))
+        xs = [np.moveaxis(x, dims, first).reshape(-1, *np.delete(x.shape, dims)) for x in xs]
+        while (half := len(xs[0]) // 2) > 0:
+            odd = [x[2 * half :] for x in xs]
+            new = combine(*(x[:half] for x in xs), *(x[half : 2 * half] for x in xs))
+            xs = [np.concatenate(pair) for pair in zip(new, odd, strict=True)]
+        return combine(*starts, *(x[0] for x in xs)) if len(xs[0]) else starts
+
+    return run
+
+
 def _sum(params, avals):
     to = avals[0].dtype
     wide = np.float32 if to.itemsize < 4 and to.kind not in "iu" else to
@@ -367,9 +398,10 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "stop_gradient": lambda x: x, "pow": operator.pow, "copy": lambda x: x,
     "one_minus_square": lambda x: (1 - x) * (1 + x),
 }  # fmt: skip
-_RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
+RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "jit": _called, "pjit": _called, "closed_call": _called, "custom_jvp_call": _called,
-    "custom_vjp_call": _called, "cond": _cond, "while": _while, "scan": _scan,
+    "custom_vjp_call": _called, "custom_vmap_call": _custom_vmap, "cond": _cond, "while": _while,
+    "scan": _scan,
     "io_callback": _callback, "pure_callback": _callback, "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast, "iota": _iota, "reshape": _reshape, "squeeze": _squeeze,
     "transpose": lambda params, _: lambda x: x.transpose(params["permutation"]),
@@ -378,7 +410,9 @@ _RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "reduce_max": _reduce(np.max), "reduce_min": _reduce(np.min), "reduce_or": _reduce(np.any),
     "reduce_and": _reduce(np.all), "reduce_sum": _sum, "dot_general": _dot_general,
+    "reduce": _reduce_by_program,
     "integer_pow": lambda params, _: lambda x: x ** params["y"], "round": _round,
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
+    "stack": lambda params, _: lambda *xs: np.stack(xs, params["axis"]),
     "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum,
 }  # fmt: skip
