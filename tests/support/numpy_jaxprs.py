@@ -1,7 +1,8 @@
 """Traced programs evaluated by NumPy, one equation after the other, without compiling anything.
 
 For programs that are evaluated a few times: formulas in float64, and interpreted kernels, whose
-callbacks then get NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which compiles it.
+callbacks then get NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which
+compiles it.
 """
 
 from __future__ import annotations
