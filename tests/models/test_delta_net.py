@@ -132,7 +132,7 @@ def losses(config, folder, **sizes):
     """The losses of three steps on packed documents; and of the last one, resumed from a folder."""
     mesh, optimizer = mesh_of(**sizes), optax.sgd(RATE, MOMENTUM)
     options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
-    drawn = decoders.drawn(abstract_decoder(config)[1])
+    drawn = jax.device_get(decoders.drawn(abstract_decoder(config)[1]))
     graphdef, *made = init_train_state(config, optimizer, mesh, 0, params=drawn, **options)
     state: list[Any] = made
     step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)

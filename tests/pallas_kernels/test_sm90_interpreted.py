@@ -9,12 +9,12 @@ from unittest import mock
 
 import compare
 import interpreted
+import interpreted_callbacks
 import jax
 import jax.numpy as jnp
 import local
 import local_cases
 import numpy as np
-import numpy_jaxprs
 import pytest
 from implementations import quick_jit
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -53,8 +53,7 @@ def inputs_of(case, batch=1):
 def interpret(run, *arrays, **options):
     """``run(*arrays)`` as NumPy arrays, its kernels interpreted."""
     with interpreted.interpreted(**options):
-        # A new function each time, so that nothing traced before is reused.
-        return numpy_jaxprs.run(lambda *arrays: run(*arrays), *arrays)
+        return interpreted_callbacks.run(run, *arrays)
 
 
 def interpret_all(inputs, kernels=KERNELS, **options):

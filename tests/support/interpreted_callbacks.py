@@ -8,8 +8,9 @@ NumPy a tenth of the time in which XLA compiles it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -36,22 +37,31 @@ def with_numpy() -> Iterator[None]:
         yield
 
 
+def run(function: Callable[..., Any], *arrays: Any) -> Any:
+    """``function(*arrays)`` as NumPy arrays, inside of an interpreter."""
+    if jax.__version_info__ >= (0, 12):
+        return numpy_jaxprs.run(function, *arrays)
+    # A new function each time, so that nothing traced before is reused.
+    return jax.tree.map(np.asarray, jax.jit(lambda *arrays: function(*arrays))(*arrays))
+
+
 def _kernel(params, _):
     """The program as which JAX interprets a kernel, evaluated by NumPy, too."""
 
+    # It completes the parameters, and would lower the interpreter's program.
+    completed: Any = mpmd._mpmd_map_fallback_lowering
+
+    def interpret(_, *args, interpret, **params):
+        return interpret_pallas_call.interpret_pallas_call(
+            *args, interpret_params=interpret, **params
+        )
+
+    def traced(*args):
+        context = SimpleNamespace(avals_in=[jax.typeof(x) for x in args])
+        with mock.patch.object(pallas_call, "_pallas_call_lowering", interpret):
+            return list(completed(context, *args, **params))
+
     def run(*args):
-        def interpret(*args, interpret, **params):
-            return interpret_pallas_call.interpret_pallas_call(
-                *args, interpret_params=interpret, **params
-            )
-
-        def traced(*args):
-            context = SimpleNamespace(avals_in=[jax.typeof(x) for x in args])
-            # With this context it only completes the parameters.
-            with mock.patch.object(pallas_call, "_pallas_call_lowering", lambda _, *a, **p: (a, p)):
-                args, given = mpmd._mpmd_map_fallback_lowering(context, *args, **params)
-            return list(interpret(*args, **given))
-
         jaxpr = jax.make_jaxpr(traced)(*args)
         return numpy_jaxprs.evaluate(jaxpr, jaxpr.consts, *args)
 
