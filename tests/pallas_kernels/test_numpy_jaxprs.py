@@ -32,7 +32,7 @@ def program(x, half, i, j):
             (x, 2 * x), (jnp.float32(0), jnp.float32(1)),
             lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]), (0,),
         ),
-        "stacks": jnp.stack([x, -x], 1),
+        "stacks": (jnp.stack([x, -x], 1), lax.unstack(x, 1)),
         "sorts": lax.sort([i % 3, j, i], num_keys=1), "split": jnp.split(x, [1, 3]),
         "pads": (lax.pad(x, jnp.float32(7), [(1, -1, 0), (-1, 1, 2)]), jnp.pad(x, 1)),
         "sums": (jnp.cumsum(x, 0), lax.cumsum(x, axis=1, reverse=True)),

@@ -39,10 +39,16 @@ def with_numpy() -> Iterator[None]:
 
 def run(function: Callable[..., Any], *arrays: Any) -> Any:
     """``function(*arrays)`` as NumPy arrays, inside of an interpreter."""
+    return traced(function, *arrays)(*arrays)
+
+
+def traced(function: Callable[..., Any], *arrays: Any) -> Callable[..., Any]:
+    """The same for any arrays of these shapes."""
     if jax.__version_info__ >= (0, 12):
-        return numpy_jaxprs.run(function, *arrays)
+        return numpy_jaxprs.traced(function, *arrays)
     # A new function each time, so that nothing traced before is reused.
-    return jax.tree.map(np.asarray, jax.jit(lambda *arrays: function(*arrays))(*arrays))
+    jitted = jax.jit(lambda *arrays: function(*arrays))
+    return lambda *arrays: jax.tree.map(np.asarray, jitted(*arrays))
 
 
 def _kernel(params, _):
@@ -56,14 +62,17 @@ def _kernel(params, _):
             *args, interpret_params=interpret, **params
         )
 
-    def traced(*args):
+    def program(*args):
         context = SimpleNamespace(avals_in=[jax.typeof(x) for x in args])
         with mock.patch.object(pallas_call, "_pallas_call_lowering", interpret):
             return list(completed(context, *args, **params))
 
+    programs: list[Any] = []
+
     def run(*args):
-        jaxpr = jax.make_jaxpr(traced)(*args)
-        return numpy_jaxprs.evaluate(jaxpr, jaxpr.consts, *args)
+        if not programs:
+            programs.append(jax.make_jaxpr(program)(*args))
+        return numpy_jaxprs.evaluate(programs[0], programs[0].consts, *args)
 
     return run
 

@@ -27,12 +27,20 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
         return _program_of(jaxpr)(*map(_value, (*consts, *args)))
 
 
-def run(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, traced by JAX (0.12 or newer) and evaluated by NumPy."""
+def traced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """``function``, traced by JAX for arguments of these shapes and evaluated by NumPy.
+
+    Of functions that call kernels with JAX 0.12 or newer.
+    """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr = discharge.discharge_state(jaxpr)  # A kernel's arguments are references.
-    found = evaluate(jaxpr, jaxpr.consts, *jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    if jaxpr.effects:  # A kernel's arguments are references.
+        jaxpr = discharge.discharge_state(jaxpr)
+
+    def run(*args: Any) -> Any:
+        found = evaluate(jaxpr, jaxpr.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
 
 
 def _value(x: Any) -> Any:
@@ -415,5 +423,6 @@ RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "integer_pow": lambda params, _: lambda x: x ** params["y"], "round": _round,
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
     "stack": lambda params, _: lambda *xs: np.stack(xs, params["axis"]),
+    "unstack": lambda params, _: lambda x: [y[()] for y in np.moveaxis(x, params["axis"], 0)],
     "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum,
 }  # fmt: skip

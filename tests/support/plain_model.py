@@ -36,14 +36,11 @@ def traced_gradients(function, cotangent, *arguments):
         return out, vjp(cotangent)
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        given = wide(cotangent, *arguments)
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+        traced = numpy_jaxprs.traced(run, *wide(cotangent, *arguments))
 
     def evaluated(*given):
         with jax.enable_x64(True):  # For what NumPy has no rule for.
-            leaves = jax.tree.leaves(wide(*given))
-            found = numpy_jaxprs.evaluate(traced, traced.consts, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+            return traced(*wide(*given))
 
     return evaluated
 
