@@ -90,16 +90,18 @@ def by_formulas(model, tokens, segments, cotangent):
 
     def hidden(weights):
         theta = config.layer_ropes[0].theta if config.layer_ropes else None
-        stacks = [
-            "layers" if kind.mixer == "attention" else "delta_net_layers"
-            for kind in config.layer_kinds
-        ]
-        options = theta, config.logits_soft_cap, segments, stacks
+        options = theta, config.logits_soft_cap, segments, stacks_of(config)
         return plain_model.decoder(merged(weights), tokens, positions, keep, *options)
 
     weights = nnx.to_pure_dict(nnx.state(model))
     out, (gradients,) = plain_model.gradients(hidden, cotangent, weights)
     return out, without_head(gradients if config.lora is None else adapters_of(gradients))
+
+
+def stacks_of(config):
+    """Of each layer the weights that it is in, for :func:`plain_model.decoder`."""
+    names = {"attention": "layers", "delta_net": "delta_net_layers"}
+    return [names[kind.mixer] for kind in config.layer_kinds]
 
 
 def adapters_of(part):

@@ -12,7 +12,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from implementations import quick_jit
+import numpy_jaxprs
 
 
 def float64(params):
@@ -21,17 +21,28 @@ def float64(params):
 
 
 def gradients(function, cotangent, *arguments):
-    """``(out, gradients of the arguments)`` of a function, in float64, as NumPy arrays."""
-    # By NumPy: JAX would compile a conversion of each shape.
-    arguments, cotangent = jax.tree.map(lambda x: np.asarray(x, np.float64), (arguments, cotangent))
+    """``(out, gradients of the arguments)`` of a function, in float64, computed by NumPy."""
+    return traced_gradients(function, cotangent, *arguments)(cotangent, *arguments)
+
+
+def traced_gradients(function, cotangent, *arguments):
+    """:func:`gradients` of a function for any arguments of these shapes: it is traced once."""
+
+    def wide(*trees):
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), trees)
+
+    def run(cotangent, *arguments):
+        out, vjp = jax.vjp(function, *arguments)
+        return out, vjp(cotangent)
+
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        traced = numpy_jaxprs.traced(run, *wide(cotangent, *arguments))
 
-        @quick_jit
-        def run(arguments, cotangent):
-            out, vjp = jax.vjp(function, *arguments)
-            return out, vjp(cotangent)
+    def evaluated(*given):
+        with jax.enable_x64(True):  # For what NumPy has no rule for.
+            return traced(*wide(*given))
 
-        return jax.device_get(run(arguments, cotangent))
+    return evaluated
 
 
 def causal(segments):
