@@ -1,13 +1,13 @@
 """Special tokens of a tokenizer: their names, and those that every text starts and ends with.
 
-The rule is that of transformers, so that a text has the same tokens in training, evaluation and
-generation as there: if ``tokenizer_config.json`` has ``add_bos_token`` or ``add_eos_token``, these
-two decide, with its ``bos_token`` and ``eos_token``; otherwise the post-processor of
-``tokenizer.json`` does.
+The post-processor of ``tokenizer.json`` defines what a text starts and ends with, as in
+transformers since version 5, which ignores ``add_bos_token`` and ``add_eos_token`` of
+``tokenizer_config.json`` next to that file.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,40 +60,23 @@ def added_to_texts(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids at the start and at the end of every text, each empty if there are none.
 
+    Warns if the config's ``add_bos_token`` or ``add_eos_token`` is not what happens.
+
     Args:
       tokenizer: a ``tokenizers.Tokenizer``.
       config: contents of ``tokenizer_config.json``.
       name: its path, for messages.
-
-    Raises:
-      ValueError: the config adds a token that is not in the vocabulary.
     """
-    if any(key in config for key in _ADDED):
-        tokens = special_tokens_of(config, name)
-        first, last = (
-            _added(tokenizer, config, tokens, which, name) for which in ("bos_token", "eos_token")
-        )
-        return first, last
     found = tokenizer.encode("a", add_special_tokens=True)
     text = [index for index, special in enumerate(found.special_tokens_mask) if not special]
     first, last = (text[0], text[-1] + 1) if text else (len(found.ids), len(found.ids))
-    return tuple(found.ids[:first]), tuple(found.ids[last:])
-
-
-def _added(
-    tokenizer: Any, config: Mapping[str, Any], tokens: Mapping[str, str], which: str, name: str
-) -> tuple[int, ...]:
-    adds = config.get(f"add_{which}")
-    if adds not in (True, False, None):
-        raise ValueError(
-            f"{printable(name)} has {shown(adds)} as add_{which}: it must be true or false"
-        )
-    if not adds or which not in tokens:
-        return ()
-    index = tokenizer.token_to_id(tokens[which])
-    if index is None:
-        raise ValueError(
-            f"{printable(name)} has the {which} {tokens[which]!r}, which tokenizer.json lacks: use "
-            "the files of one tokenizer"
-        )
-    return (index,)
+    added = tuple(found.ids[:first]), tuple(found.ids[last:])
+    for key, ids in zip(_ADDED, added, strict=True):
+        if config.get(key) not in (None, bool(ids)):
+            warnings.warn(
+                f"{printable(name)} has {key} {shown(config[key])}, and the post-processor of "
+                f"tokenizer.json adds {'one' if ids else 'none'}, which is what texts have, as in "
+                "transformers 5: make the two files agree",
+                stacklevel=3,
+            )
+    return added

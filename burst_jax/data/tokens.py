@@ -97,9 +97,10 @@ class TokenizerFile:
       path: the file.
       separator: token appended to each document, like ``"<|endoftext|>"``, or None.
       special_tokens: whether documents start and end with the special tokens that transformers adds
-        to a text, usually BOS alone: those that ``add_bos_token`` and ``add_eos_token`` in the
-        ``tokenizer_config.json`` next to the file enable, or else the post-processor in the file.
-        A document's later sequences and chunks do not start with them.
+        to a text, usually BOS alone: those of the file's post-processor. Later sequences and chunks
+        of a document do not start with them. ``add_bos_token`` and ``add_eos_token`` of a
+        ``tokenizer_config.json`` next to the file have no effect, as in transformers 5; one that
+        contradicts the post-processor warns.
 
     Attributes:
       vocab_size: largest id plus 1, including added tokens.
@@ -111,7 +112,7 @@ class TokenizerFile:
     Raises:
       ImportError: ``tokenizers`` is not installed.
       ValueError: there is no such file, it is not a tokenizer, it lacks the separator, or documents
-        end with that token already; ``tokenizer_config.json`` is not valid or has other tokens.
+        end with that token already; ``tokenizer_config.json`` is not valid.
     """
 
     is_bytes = False
