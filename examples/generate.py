@@ -3,6 +3,7 @@
     python examples/generate.py --model folder --prompt "Once upon a time" --max-new-tokens 64
     python examples/generate.py --model folder --prompt-file book.txt --prompt "What happens?"
     python examples/generate.py --model folder --prompt-file a.txt b.txt --temperature 0.8
+    python examples/generate.py --model folder --chat --prompt "What is a ring?"
 
 ``--prompt`` is appended to the text of each ``--prompt-file``. Several files form one batch. A
 single answer is streamed; those of a batch are printed at the end. Without GPUs it uses 8 CPU
@@ -20,7 +21,7 @@ import extras  # noqa: F401 - ends the script if libraries are missing
 import numpy as np
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
-from perplexity import start_of
+from run_chats import chat_tokens
 from run_options import tokenizer_of
 
 from burst_jax.command_line import Parser, file_or_folder, integer, number, use_cpu_devices
@@ -35,15 +36,27 @@ from burst_jax.serving.sampling import Sampling
 
 
 def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFile]:
-    """Token ids of each prompt, after the tokenizer's start token; the tokenizer."""
+    """Token ids of each prompt, after the special tokens that texts start with; the tokenizer.
+
+    With ``--chat`` each is a message of the user, after that of ``--system``.
+    """
     try:
         texts = [text_of(path) for path in args.prompt_file] or [""]
     except (ValueError, OSError) as error:
         raise ValueError(f"--prompt-file: {error}") from None
     tokenizer = tokenizer_of(args)
-    encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
-    start = start_of(tokenizer)
-    return [np.concatenate([start, ids]).astype(np.int32) for ids in encoded], tokenizer
+    texts = [text + args.prompt for text in texts]
+    if args.chat:
+        chats = chat_tokens(args, tokenizer)
+        return [chats.prompt(messages_of(args, text)) for text in texts], tokenizer
+    start = np.array(tokenizer.prefix_ids, np.int32)
+    return [np.concatenate([start, tokenizer.encode(text.encode())]) for text in texts], tokenizer
+
+
+def messages_of(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """A conversation up to the assistant's answer to a text."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
 
 
 def text_of(path: Path) -> str:
@@ -162,6 +175,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
         default=[],
         help="text files, one per sequence of the batch",
     )
+    add("--chat", action="store_true", help="the text is a message of a chat, by its template")
+    add("--system", help="system prompt of --chat")
     add("--max-new-tokens", type=integer(1, MAX_LENGTH), default=128, help="default: 128")
     add("--temperature", type=number(0), default=0.0, help="0 is greedy (default: 0)")
     add("--top-k", type=integer(1), help="sample only from the K most probable tokens")
@@ -184,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args.prompt and not args.prompt_file:
             raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
+        if args.system is not None and not args.chat:
+            raise ValueError("--system needs --chat")
         Sampling(args.temperature, args.top_k, args.top_p)  # Raises before the model is loaded.
         generate(args, mesh_of_option(args.mesh))
     except (ValueError, OSError, NotImplementedError, ImportError) as error:

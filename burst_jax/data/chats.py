@@ -103,6 +103,7 @@ class ChatTokens:
         cls,
         folder: str | Path,
         *,
+        tokens: TokenizerFile | None = None,
         now: datetime.datetime | None = None,
         too_long: TooLong = "error",
     ) -> Self:
@@ -111,6 +112,7 @@ class ChatTokens:
         Args:
           folder: the checkpoint, or another folder with ``tokenizer.json`` and
             ``tokenizer_config.json``, and usually ``chat_template.jinja``.
+          tokens: the tokenizer, if it is another than that of ``tokenizer.json``.
           now: as for :class:`ChatTemplate`.
           too_long: as for the class.
 
@@ -118,7 +120,8 @@ class ChatTokens:
           ValueError: as :class:`TokenizerFile`, :class:`ChatTemplate` and the class.
         """
         folder = Path(folder)
-        tokens = TokenizerFile(folder / "tokenizer.json", special_tokens=True)
+        if tokens is None:
+            tokens = TokenizerFile(folder / "tokenizer.json", special_tokens=True)
         template = ChatTemplate.of(folder, now=now) if has_chat_template(folder) else None
         eos = special_tokens_of(read_config(folder), str(folder / CONFIG)).get("eos_token")
         return cls(tokens, template, eos_token=eos, too_long=too_long)
