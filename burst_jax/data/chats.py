@@ -167,9 +167,10 @@ class ChatTokens:
         Raises:
           ValueError: it is no conversation, the template raises, or no token counts.
         """
-        pair = [record.get(key) for key in ("prompt", "completion")]
-        if "messages" not in record and all(isinstance(each, str) for each in pair):
-            found = [self._completion(*map(str, pair), name)]
+        prompt, completion = record.get("prompt"), record.get("completion")
+        strings = isinstance(prompt, str) and isinstance(completion, str)
+        if strings and "messages" not in record:
+            found = [self._completion(str(prompt), str(completion), name)]
         else:
             found = self._conversation(record, name)
         for each in found:

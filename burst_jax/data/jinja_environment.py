@@ -88,10 +88,11 @@ def make_environment(now: datetime.datetime) -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=now.strftime,
-        namespace=_Namespace,
-        dict=_Dict(),
-    )
+    given: dict[str, Any] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": now.strftime,
+        "namespace": _Namespace,
+        "dict": _Dict(),
+    }
+    environment.globals.update(given)
     return environment

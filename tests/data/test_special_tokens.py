@@ -109,7 +109,9 @@ def test_each_document_has_them_once_though_it_is_cut(tmp_path, packing):
 def test_special_tokens_change_the_fingerprint_only_if_there_are_any(tmp_path):
     for name, same in (("qwen", True), ("gemma", False)):
         file = tokenizer_in(tmp_path / name, name, False)
-        plain, special = (TokenizerFile(file, special_tokens=x).fingerprint() for x in (0, 1))
+        plain, special = (
+            TokenizerFile(file, special_tokens=x).fingerprint() for x in (False, True)
+        )
         assert (plain == special) == same
     assert TokenizerFile(file).prefix_ids == ()
     made = Tokenizer(models.WordLevel({"<s>": 0, "[UNK]": 1}, unk_token="[UNK]"))

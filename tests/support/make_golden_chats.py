@@ -73,9 +73,9 @@ def expected(tokenizer: Any, record: dict[str, Any]) -> dict[str, Any]:
 def added() -> list[Any]:
     """What a text's tokens are, whatever ``tokenizer_config.json`` specifies."""
     found = []
-    names = (*chat_cases.NAMES, "gemma with EOS")
-    for name, bos, eos in itertools.product(names, *[[None, False, True]] * 2):
-        name, *more = name.split(" ", 1)
+    names = [(name, False) for name in chat_cases.NAMES] + [("gemma", True)]
+    flags = (None, False, True)
+    for (name, more), bos, eos in itertools.product(names, flags, flags):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED[name]}
         for key, adds in (("add_bos_token", bos), ("add_eos_token", eos)):
             config.pop(key, None)
@@ -89,7 +89,7 @@ def added() -> list[Any]:
             (folder / "tokenizer_config.json").write_text(json.dumps(config))
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             ids = list(tokenizer(chat_cases.TEXT)["input_ids"])
-            found.append([name, bool(more), bos, eos, ids])
+            found.append([name, more, bos, eos, ids])
     return found
 
 
