@@ -151,8 +151,8 @@ class Loader(Iterator[Rows]):
         length, stride = chunk_sizes(packing, self._length, exact=exact, chats=self._chats)
         self._chunks = Chunks(corpus, tokens, self.vocab_size, length=length, stride=stride)
         _check_size(corpus, self._chunks, self._length, packing)
-        # Sequences of the longest document; a conversation has one for each answer at most.
-        self._most = corpus.size // (1 if self._chats else self._length) + 16
+        # Sequences of the longest document.
+        self._most = corpus.size // self._length + 16
         self._packing: Packing = packing
         self._options = {
             "documents": corpus.fingerprint(),

@@ -172,6 +172,25 @@ def test_an_answer_that_others_change_is_a_sequence_of_its_own(tmp_path):
     assert sorted(found) == sorted([x.tokens.tolist(), x.weights.tolist()] for x in want)
 
 
+def test_a_conversation_of_many_sequences_resumes_in_each_of_them(tmp_path):
+    tokens = ChatTokens.of(chat_cases.write_plain_folder("qwen", tmp_path / "qwen"))
+    messages = [
+        {"role": role, "content": str(turn)} for turn in range(40) for role in ("user", "assistant")
+    ]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    corpus = open_corpus(tmp_path / "chats.jsonl", chats=True)
+    options: Any = {"seq_len": 900, "batch": 1, "epochs": 1, "tokens": tokens, "prefetch": 0}
+    with loader_of(corpus, **options) as loader:
+        states = [loader.get_state() for batch in loader]
+        whole = len(states)
+    assert whole > 10
+    for step in (0, whole // 3, whole - 2, whole - 1):
+        with loader_of(corpus, **options) as again:
+            again.set_state(states[step])
+            assert again.step == step + 1
+            assert (next(again, None) is None) == (step == whole - 1)
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 

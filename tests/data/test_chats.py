@@ -127,6 +127,18 @@ def test_variables_of_a_line_reach_the_template():
         assert text_of(tokens, found) == want
 
 
+def test_blocks_may_hold_blocks_and_the_prompt_of_a_completion():
+    nested = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
+    assert ChatTemplate(nested).render([USER]) == ("abcde", ((1, 4),))
+    assert ChatTemplate("{% generation %}{% endgeneration %}").render([USER]) == ("", ())
+    whole = "{% generation %}{{ messages | map(attribute='content') | join }}{% endgeneration %}"
+    tokens = with_template("llama", whole)
+    (found,) = tokens.sequences({"prompt": [USER], "completion": [ANSWER]}, "")
+    assert text_of(tokens, found) == "of four"
+    (found,) = tokens.sequences({"messages": [USER, ANSWER]}, "")
+    assert found.weights[1:].all()
+
+
 # --- templates -----------------------------------------------------------------------------------
 
 
