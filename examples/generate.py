@@ -35,10 +35,13 @@ from burst_jax.serving.cache import MAX_LENGTH
 from burst_jax.serving.sampling import Sampling
 
 
-def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFile]:
-    """Token ids of each prompt, after the special tokens that texts start with; the tokenizer.
+def prompts_of(
+    args: argparse.Namespace,
+) -> tuple[list[np.ndarray], TokenizerFile, list[int]]:
+    """Token ids of each prompt, the tokenizer, and tokens that end an answer.
 
-    With ``--chat`` each is a message of the user, after that of ``--system``.
+    Prompts have the special tokens that texts start with. With ``--chat`` each is a message of the
+    user, after that of ``--system``.
     """
     try:
         texts = [text_of(path) for path in args.prompt_file] or [""]
@@ -48,9 +51,12 @@ def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFil
     texts = [text + args.prompt for text in texts]
     if args.chat:
         chats = chat_tokens(args, tokenizer)
-        return [chats.prompt(messages_of(args, text)) for text in texts], tokenizer
+        end = chats.end_of_turn()
+        prompts = [chats.prompt(messages_of(args, text)) for text in texts]
+        return prompts, tokenizer, [] if end is None else [end]
     start = np.array(tokenizer.prefix_ids, np.int32)
-    return [np.concatenate([start, tokenizer.encode(text.encode())]) for text in texts], tokenizer
+    prompts = [np.concatenate([start, tokenizer.encode(text.encode())]) for text in texts]
+    return prompts, tokenizer, []
 
 
 def messages_of(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
@@ -109,7 +115,7 @@ class Printer:
 
 def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     """Loads the model and prints what it generates."""
-    prompts, tokenizer = prompts_of(args)
+    prompts, tokenizer, ends = prompts_of(args)
     shards = batch_shards(mesh)
     if len(prompts) % shards:
         raise ValueError(
@@ -126,7 +132,7 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
         prefill_chunk=args.prefill_chunk,
         split_weights=args.split_weights,
     )
-    stops = stop_tokens(args.model, model.config.vocab_size)
+    stops = sorted({*stop_tokens(args.model, model.config.vocab_size), *ends})
     del model
     print(
         f"prompts of {', '.join(f'{len(ids):,}' for ids in prompts)} tokens; the KV cache takes "

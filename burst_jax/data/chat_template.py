@@ -149,8 +149,9 @@ class ChatTemplate:
         return _GENERATION.search(self._sources[self._which(tools)]) is not None
 
     def knows_role(self, role: str) -> bool:
-        """Whether a template names a role."""
-        return any(role in source for source in self._sources.values())
+        """Whether a template has the role as a string."""
+        strings = (f"'{role}'", f'"{role}"')
+        return any(each in source for source in self._sources.values() for each in strings)
 
     def render(
         self,
@@ -268,7 +269,8 @@ def has_chat_template(folder: str | Path) -> bool:
 
 def _template_files(folder: Path) -> dict[str, str]:
     """The contents of a folder's template files, by their names."""
-    files = {"default": folder / FILE} if (folder / FILE).exists() else {}
+    path = folder / FILE
+    files = {"default": path} if path.is_symlink() or path.exists() else {}
     files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     found = {}
     for name, path in files.items():

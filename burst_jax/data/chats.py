@@ -157,6 +157,19 @@ class ChatTokens:
         text = template.render(messages, tools=tools, add_generation_prompt=True).text
         return self._encoded(Rendered(text, ()), name).tokens
 
+    def end_of_turn(self) -> int | None:
+        """The last special token of an answer, at which generation stops; None if it has none.
+
+        Raises:
+          ValueError: there is no template, or it has no conversation of a question and an answer.
+        """
+        chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        answer = self.sequences({"messages": chat}, "a conversation of two messages,")[-1]
+        added = self._tokens.tokenizer.get_added_tokens_decoder()
+        special = [index for index, token in added.items() if token.special]
+        ends = answer.tokens[(answer.weights > 0) & np.isin(answer.tokens, special)]
+        return int(ends[-1]) if len(ends) else None
+
     def sequences(self, record: Mapping[str, Any], name: str) -> list[ChatSequence]:
         """The sequences of a conversation, each with a token that counts.
 
@@ -170,6 +183,12 @@ class ChatTokens:
         prompt, completion = record.get("prompt"), record.get("completion")
         strings = isinstance(prompt, str) and isinstance(completion, str)
         if strings and "messages" not in record:
+            for key in ("tools", "chat_template_kwargs"):
+                if record.get(key) is not None:
+                    raise ValueError(
+                        f"{name} has {key}, which no template reads: prompt and completion are "
+                        "strings; write messages"
+                    )
             found = [self._completion(str(prompt), str(completion), name)]
         else:
             found = self._conversation(record, name)
@@ -273,7 +292,7 @@ def _check_messages(messages: Any, name: str, template: ChatTemplate | None) -> 
         # Templates leave out messages of a role that they do not know.
         if role not in _ROLES and not (template is not None and template.knows_role(role)):
             raise ValueError(
-                f"{which} has the role {role!r}, which the chat template does not name: use one of "
+                f"{which} has the role {shown(role)}, which the chat template does not name: use one of "
                 f"{first_of(_ROLES, 9)}"
             )
         lacks = content is None and not message.get("tool_calls")

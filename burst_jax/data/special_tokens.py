@@ -23,10 +23,10 @@ _ADDED = ("add_bos_token", "add_eos_token")
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of ``tokenizer_config.json``; empty if the folder has none."""
-    try:
-        return read_object(folder / CONFIG, _MAX_CONFIG)
-    except FileNotFoundError:
+    path = folder / CONFIG
+    if not path.is_symlink() and not path.exists():
         return {}
+    return read_object(path, _MAX_CONFIG)
 
 
 def special_tokens_of(config: Mapping[str, Any], name: str) -> dict[str, str]:
@@ -43,7 +43,7 @@ def special_tokens_of(config: Mapping[str, Any], name: str) -> dict[str, str]:
     named = {key: x for key, x in config.items() if key.endswith("_token") and key not in _ADDED}
     found = {}
     for key, value in {**named, **(extra if isinstance(extra, dict) else {})}.items():
-        token = value.get("content") if isinstance(value, dict) else value
+        token = value.get("content", value) if isinstance(value, dict) else value
         if token is None or isinstance(token, bool):  # No such token, or an option of another name.
             continue
         if not isinstance(token, str):

@@ -85,6 +85,15 @@ def test_a_prompt_ends_where_the_answer_begins(name):
         assert found.tolist() == part["tokens"][: part["mask"].index(1)]
 
 
+def test_the_end_of_a_turn_is_what_stops_generation():
+    ends = {"llama": "<|eot_id|>", "qwen": "<|im_end|>", "gemma": "<end_of_turn>"}
+    for name, end in ends.items():
+        tokens = ChatTokens.of(FOLDER / name)
+        assert tokens.end_of_turn() == tokens._tokens.tokenizer.token_to_id(end)
+    plain = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+    assert with_template("qwen", plain).end_of_turn() is None
+
+
 def test_a_token_that_crosses_a_border_counts_and_so_does_the_end_of_the_turn():
     """The tokenizer joins letters of the prompt and the answer."""
     tokens = with_template("qwen", "{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -186,6 +195,14 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
         assert template.render([USER], tools=[chat_cases.TOOL]).text == with_tools
 
 
+def test_a_role_that_a_template_names_is_a_role():
+    source = "{% for m in messages %}{% if m.role == 'critic' %}no{% endif %}{{ m.content }}"
+    tokens = with_template("llama", source + "{% endfor %}")
+    critic = {"role": "critic", "content": "of four"}
+    (found,) = tokens.sequences({"messages": [USER, critic, ANSWER]}, "")
+    assert "noof four" in decoded(tokens, found.tokens)
+
+
 def test_null_is_no_content_and_reasoning_has_every_name():
     template = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}")
     message = {"role": "assistant", "content": None, "reasoning": "why <b>", "name": "é"}
@@ -278,6 +295,11 @@ BROKEN: list[tuple[Any, str]] = [
     (line(USER, "hello"), "a line, message 1 is 'hello': it must be an object; write"),
     (line({"from": "human"}), "message 0 has keys ['from'] and the role None: it must be a string"),
     (line({"role": "human", "content": "a"}), "message 0 has the role 'human', which the chat te"),
+    (
+        line({"role": "ai", "content": "a"}),
+        "message 0 has the role 'ai', which the chat template do",
+    ),
+    ({"prompt": "a", "completion": "b", "tools": []}, "a line, has tools, which no template reads"),
     (line({"role": "user"}), "message 0 has None as content: it must be a string, or what the tem"),
     (line({"role": "user", "content": 5}), "message 0 has 5 as content: it must be a string"),
     (line(USER), "a line, has no token that the assistant writes: each conversation needs"),

@@ -63,7 +63,8 @@ def test_perplexity_and_generation_start_as_training_does(tmp_path):
     (ids,) = perplexity.documents(open_corpus(args.data), perplexity.tokenizer_of(args))
     assert ids.tolist() == whole
     args, _ = generate.parse_args([*given, "--prompt", chat_cases.TEXT])
-    (ids,), _ = generate.prompts_of(args)
+    (ids,), _, ends = generate.prompts_of(args)
+    assert ends == []
     # It continues the text.
     assert ids.tolist() == whole[:-1]
 

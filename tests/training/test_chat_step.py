@@ -71,7 +71,6 @@ def folder(tmp_path_factory):
     made.decoder = decoders.Fuse()
     made.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    (path / "generation_config.json").write_text('{"eos_token_id": 2}')
     lines = [
         {"messages": [{"role": role, "content": text} for role, text in chat]}
         for chat in drawn_chats(40)
@@ -180,7 +179,8 @@ def test_a_chat_s_prompts_are_rendered(folder, capsys):
     given = ["--model", str(folder), "--chat", "--prompt", "cd"]
     for more, want in (([], "<u>cd<a>"), (["--system", "ab"], "<u>ab<u>cd<a>")):
         args, _ = generate.parse_args([*given, *more])
-        (ids,), tokenizer = generate.prompts_of(args)
+        (ids,), tokenizer, ends = generate.prompts_of(args)
+        assert ends == [SPECIAL.index("<e>")]
         assert tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == want
     with pytest.raises(SystemExit, match="2"):
         generate.main(["--model", str(folder), "--prompt", "cd", "--system", "ab"])
