@@ -292,8 +292,8 @@ def _check_messages(messages: Any, name: str, template: ChatTemplate | None) -> 
         # Templates leave out messages of a role that they do not know.
         if role not in _ROLES and not (template is not None and template.knows_role(role)):
             raise ValueError(
-                f"{which} has the role {shown(role)}, which the chat template does not name: use one of "
-                f"{first_of(_ROLES, 9)}"
+                f"{which} has the role {shown(role)}, which the chat template does not name: use "
+                f"one of {first_of(_ROLES, 9)}"
             )
         lacks = content is None and not message.get("tool_calls")
         if lacks or not isinstance(content, (str, list, type(None))):
