@@ -84,7 +84,7 @@ def chat_tokens(
 def check_conversations(
     args: argparse.Namespace, corpus: Corpus, tokens: ChatTokens, vocab_size: int
 ) -> str:
-    """Reads all conversations on the first process, and says what they are; "" on the others.
+    """Reads all conversations on the first process, and describes them; "" on the others.
 
     Raises:
       ValueError: some cannot be used, see :func:`burst_jax.data.check_chats`.

@@ -95,8 +95,8 @@ class ChatTemplate:
         if any("strftime_now" in source for source in sources.values()):
             contents.append(now.date().isoformat())
         text = json.dumps(contents, sort_keys=True)
-        self._date = f" of {contents[2]}" if len(contents) > 2 else ""
-        self._digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._date = f" on {contents[2]}" if len(contents) > 2 else ""
+        self._digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @classmethod
     def of(cls, folder: str | Path, *, now: datetime.datetime | None = None) -> Self:

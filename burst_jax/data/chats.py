@@ -140,7 +140,12 @@ class ChatTokens:
     def fingerprint(self) -> str:
         """A hash of the tokenizer and the template, and the options."""
         template = "no chat template" if self._template is None else self._template.fingerprint()
-        parts = (self._tokens.fingerprint(), template, f"EOS {self._eos!r}", self.too_long)
+        parts = (
+            self._tokens.fingerprint(),
+            template,
+            f"EOS {self._eos!r}",
+            f"too_long {self.too_long!r}",
+        )
         return ", ".join(parts)
 
     def prompt(

@@ -16,7 +16,7 @@ import numpy as np
 from burst_jax.data.chats import ChatTokens
 from burst_jax.data.corpus import Corpus, open_corpus
 from burst_jax.data.readers import OFFSETS, ChatLines, offsets_path
-from burst_jax.data.tokens import Tokenizer
+from burst_jax.data.tokens import Tokenizer, TokenizerFile
 from burst_jax.json_files import check_regular
 
 # Bytes searched for the end of a line, near where a text is to be cut.
@@ -60,9 +60,9 @@ class Chunks:
         self.is_exact = divisible and (tokens is None or tokens.is_bytes)
         # Text is cut near a byte, so an overlap would not consist of whole tokens.
         self._length, self._stride = (length, stride) if self.is_exact else (length, length)
-        self._prefix, self._suffix = (
-            np.array(getattr(tokens, name, ()), np.int32) for name in ("prefix_ids", "suffix_ids")
-        )
+        special = isinstance(tokens, TokenizerFile)
+        self._prefix = np.array(tokens.prefix_ids if special else (), np.int32)
+        self._suffix = np.array(tokens.suffix_ids if special else (), np.int32)
         self._separator = None if tokens is None else tokens.separator_id
         # The separator is a token of the last chunk.
         self._sizes = corpus.stops - corpus.starts
@@ -152,11 +152,11 @@ class Chunks:
                 f"{self._corpus.reader.name(source)} is not UTF-8 at byte {start + error.start}:"
                 " convert it, or train on its bytes, ByteTokens()"
             ) from None
-        parts = [self._prefix[:0] if not starts else self._prefix, ids]
+        parts = [self._prefix, ids] if starts else [ids]
         if ends:
             parts.append(self._suffix)
-            if self._separator is not None:
-                parts.append(np.array([self._separator], np.int32))
+        if ends and self._separator is not None:
+            parts.append(np.array([self._separator], np.int32))
         return np.concatenate(parts)
 
     def _cut(self, document: int, at: int) -> int:

@@ -23,8 +23,6 @@ _MAX_FILE = 1 << 28
 class Tokenizer(Protocol):
     """Maps text to token ids.
 
-    It may also have ``prefix_ids`` and ``suffix_ids``, ids that each document starts and ends with.
-
     Attributes:
       vocab_size: ids are below it.
       separator_id: id appended to each document, or None.
