@@ -39,6 +39,10 @@ SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
 OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+CHATS = "tests/data/test_chats.py -k"
+CHAT_LOADER = "tests/data/test_chat_loader.py -k"
+SPECIAL_TOKENS = "tests/data/test_special_tokens.py -k"
+CHAT_TEMPLATE = "burst_jax/data/chat_template.py"
 LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
@@ -631,6 +635,28 @@ MUTANTS = [
     ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is not None", "False",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
+    # --- chats
+    ("burst_jax/data/chats.py", "(offsets[:, 0] < end) & (offsets[:, 1] > start)",
+     "(offsets[:, 0] < end) & (offsets[:, 0] >= start)", f"{CHATS} crosses"),
+    ("burst_jax/data/chats.py", "\"\" if completion.endswith(self._eos) else self._eos", "self._eos",
+     f"{CHATS} as_strings"),
+    ("burst_jax/data/chats.py", "each.weights[:1] = 0", "pass", f"{CHATS} as_strings"),
+    (CHAT_TEMPLATE, "(max(a, len(prompt)), b) for", "(a, b) for", f"{CHATS} may_hold"),
+    (CHAT_TEMPLATE, "opened = opened if depth else length", "opened = length", f"{CHATS} may_hold"),
+    (CHAT_TEMPLATE, "if text.startswith(bounds[i][1])", "if True", f"{CHATS} without_blocks"),
+    (CHAT_TEMPLATE, "return \"tool_use\" if", "return \"default\" if", f"{CHATS} is_found_where"),
+    (CHAT_TEMPLATE, "contents.append(now.date().isoformat())", "pass", f"{CHATS} date"),
+    ("burst_jax/data/jinja_environment.py", "isinstance(name, str) and name.startswith(\"_\")", "False",
+     f"{CHATS} must_not_do"),
+    ("burst_jax/data/chunks.py", "starts = begin == start < stop", "starts = start == 0", f"{SPECIAL_TOKENS} once"),
+    ("burst_jax/data/packing.py", "part[\"weights\"][1:].any()", "part[\"weights\"].any()", f"{CHAT_LOADER} are_cut"),
+    ("burst_jax/data/special_tokens.py", "text[-1] + 1", "text[-1] + 2", f"{SPECIAL_TOKENS} transformers"),
+    ("examples/run_options.py", "special_tokens=True", "special_tokens=False", f"{SPECIAL_TOKENS} perplexity"),
+    ("examples/perplexity.py", "ids, np.array(end, ids.dtype)", "ids", f"{SPECIAL_TOKENS} perplexity"),
+    ("examples/train_lm.py", "\"full_attention_interval\", \"chat\"", "\"full_attention_interval\"",
+     "tests/training/test_kills.py -k resumes_only"),
+    ("examples/hf_checkpoints.py", "    for path in {path for pattern in patterns for path in target.glob(pattern)}:\n", "    for path in []:\n",
+     "tests/models/test_fine_tuning.py -k template_of_the_training"),
     # --- burst_jax/verify
     ("burst_jax/verify/differences.py", "_TIMES = 2.0", "_TIMES = 200.0", "tests/verify/test_differences.py"),
     ("burst_jax/verify/differences.py", "\"bfloat16\": 4e-3", "\"bfloat16\": 4e-1",
