@@ -46,6 +46,12 @@ LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
 HYBRID = dataclasses.replace(
     CONFIG, num_layers=3, layer_pattern=(LINEAR, LINEAR, FULL), num_heads=4, head_dim=6
 )
+# All that Qwen3-Next and Olmo Hybrid add to it, and fewer key heads than devices of a tensor axis.
+EXTENDED = dataclasses.replace(
+    HYBRID, layer_pattern=(LINEAR, LINEAR, LayerKind(norms="after")), num_kv_heads=1, head_dim=8,
+    attention_gate=True, qk_norm="joint", rope=Rope(100.0, fraction=0.5),
+    delta_net=dataclasses.replace(SIZES, norm_epsilon=1e-2, negative_eigenvalues=True),
+)  # fmt: skip
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
 SEGMENTS = np.ones((B, T), np.int32)
@@ -72,10 +78,11 @@ def model_on(config=CONFIG, layout="zigzag", **sizes):
 @pytest.mark.parametrize(
     ("config", "remat", "layout", "sizes"),
     [
-        (HYBRID, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        (EXTENDED, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        pytest.param(HYBRID, "selective", "balanced:16", {"seq": 2, "tensor": 2}, marks=SLOW),
         pytest.param(CONFIG, "full", "zigzag", {"data": 2, "seq": 4}, marks=SLOW),
     ],
-    ids=["hybrid", "linear"],
+    ids=["extended", "hybrid", "linear"],
 )
 def test_equals_the_formula(config, remat, layout, sizes):
     segments = SEGMENTS if layout == "zigzag" else PACKED

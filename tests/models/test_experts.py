@@ -99,7 +99,10 @@ def formula(weights, x, config, present):
 
     out = jnp.einsum("te,etd->td", of_experts, mlp(weights, xs, experts.clamp))
     if "shared" in weights:
-        out = out + mlp(weights["shared"], xs)
+        shared = mlp(weights["shared"], xs)
+        if "shared_gate" in weights:
+            shared = shared / (1 + jnp.exp(-xs @ weights["shared_gate"]["kernel"]))
+        out = out + shared
     normalized = scores / scores.sum(-1, keepdims=True)
     z = jnp.log(jnp.exp(logits).sum(-1, keepdims=True)) ** 2
     counts = chosen.sum(0).astype(x.dtype)
@@ -110,7 +113,7 @@ def formula(weights, x, config, present):
 @pytest.mark.parametrize(
     ("experts", "fields"),
     [
-        (Experts(5, 2, shared_dim=8), {}),
+        (Experts(5, 2, shared_dim=8, shared_gate=True), {}),
         (Experts(6, 3, score="sigmoid", normalize=False, router_bias=True), {"remat": "selective"}),
         (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True, "mlp_chunks": 13}),
         (Experts(7, 1, score="sigmoid"), {"lora": Lora(2, alpha=3.0)}),

@@ -26,6 +26,7 @@ from burst_jax.models.hf.files import FLOATING, TensorFiles
 from burst_jax.models.hf.quantized import DEQUANTIZE
 from burst_jax.models.hf.tensors import Weight, index_of, weights_of
 from burst_jax.models.hf.tied import UntiedHead, head_name, resolve_head
+from burst_jax.models.hf.views import add_views
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 from burst_jax.parallel.rules import ShardingRules
@@ -134,19 +135,22 @@ def load(
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
-    weights = weights_of(shapes, family)
+    weights, dtypes = weights_of(shapes, family, config), flat_weights(shapes)
     copy = (head_name(family),) if config.tie_embeddings else ()
+    tensors = {name: weight.tensor_shape for weight in weights for name in weight.names}
+    experts = config.experts.count if config.experts else 0
+    add_views(files, family.other_forms, tensors, config.num_layers, experts)
     check_tensors(folder, files, weights, (*ignore, *copy))
     values = {}
     for weight in weights:
-        sharding = NamedSharding(mesh, specs[weight.path])
-        values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
+        sharding, dtype = NamedSharding(mesh, specs[weight.path]), dtypes[weight.path].dtype
+        values[weight.path] = read_weight(files, weight, sharding, np.dtype(dtype))
     return nnx.merge(graphdef, with_weights(shapes, values))
 
 
 def _files(folder: Path, family: Family, multimodal: Multimodal | None) -> TensorFiles:
     """The tensors of a checkpoint, under the names of the language model."""
-    tensor_name = multimodal.tensor_name if multimodal else str
+    tensor_name = multimodal.tensor_name if multimodal else family.tensor_name
     return TensorFiles(folder, tensor_name=tensor_name, quantization=family.quantization)
 
 

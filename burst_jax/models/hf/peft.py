@@ -29,7 +29,7 @@ from burst_jax.models.hf.family import Family
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
-from burst_jax.models.hf.tensors import Weight
+from burst_jax.models.hf.tensors import Weight, layers_of_stacks
 from burst_jax.models.lora import abstract_like, reject_adapters
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
@@ -187,12 +187,12 @@ def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
     """The adapters with their tensors' names, from arrays or shapes by path."""
     names, weights = _family(config).names, []
     for path, array in arrays.items():
-        kernel = names[*path[:-1], "kernel"]
-        assert isinstance(kernel, str)  # Experts have no adapters.
+        kernel, own = names[*path[:-1], "kernel"], layers_of_stacks(config)[path[0]]
+        assert isinstance(kernel, str)  # Experts have no adapters, see reject_joined.
         stem = "base_model.model." + kernel.removesuffix("weight")
         name = stem + {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}[path[-1]]
-        layers = tuple(name.format(layer=i) for i in range(config.num_layers))
-        weights.append(Weight(path, layers, (config.num_layers,), tuple(array.shape[1:]), 1))
+        layers = tuple(name.format(layer=i) for i in own)
+        weights.append(Weight(path, layers, (len(own),), own, tuple(array.shape[1:]), 1))
     return weights
 
 

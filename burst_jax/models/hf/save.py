@@ -81,7 +81,7 @@ def save(
     if model.config.lora is not None:
         model = merge_lora(model, param_dtype=dtype)
     state = nnx.state(model)
-    weights = weights_of(state, family)
+    weights = weights_of(state, family, model.config)
     files = _assign_files(weights, dtype, max_file_bytes)
     texts = {"config.json": written}
     if len(files) > 1:
@@ -246,7 +246,7 @@ def in_order(weights: list[Weight]) -> Iterator[Part]:
         for name, index in zip(weight.names, np.ndindex(*weight.leading), strict=True)
     ]
     # Those without a layer come first. By name, so that the parts of a tensor follow each other.
-    yield from sorted(parts, key=lambda part: (part[2][:1], part[0]))
+    yield from sorted(parts, key=lambda part: ([part[1].layers[i] for i in part[2][:1]], part[0]))
 
 
 def _bytes(weight: Weight, dtype: jnp.dtype) -> int:
