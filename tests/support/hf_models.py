@@ -27,6 +27,9 @@ SPLIT = 250
 # logits are kept.
 PROMPTS, GENERATED = (661, 600), 64
 KEPT_STEPS = np.arange(0, GENERATED, 9)
+# A batch of training is a row of this many tokens and a packed one of its two documents, the first
+# TRAINED_SPLIT tokens and the others; the number of steps of plain gradient descent, and its rate.
+TRAINED, TRAINED_SPLIT, STEPS, RATE = 101, 37, 4, 0.05
 # The most probable token leads by this at least at every step, relative to the largest logit.
 # Rounding moves logits by a twentieth of it at most, so that no other token can take its place.
 MARGIN = 1e-3
@@ -83,9 +86,9 @@ def prompts(seeds: Iterable[int]) -> list[np.ndarray]:
 def golden(name: str) -> dict:
     """``config``, ``shapes``, and the logits ``row`` and ``second`` of a model.
 
-    Where the model has generated: ``seeds`` of the prompts, ``tokens [rows, GENERATED]``, the
-    ``margins`` of the same shape by which each led, relative to the largest logit, and the
-    ``step_logits [rows, steps kept, V]``.
+    Where the model was trained: the ``losses`` of the steps. Where it has generated: ``seeds`` of
+    the prompts, ``tokens [rows, GENERATED]``, the ``margins`` of the same shape by which each led,
+    relative to the largest logit, and the ``step_logits [rows, steps kept, V]``.
     """
     with np.load(FOLDER / f"{name}.npz") as file:
         found = dict(file)

@@ -7,6 +7,7 @@ No test imports this: it needs torch and transformers, in an environment of thei
     /tmp/peer/bin/python tests/support/make_hf_models.py make NAME config.json
     /tmp/peer/bin/python tests/support/make_hf_models.py make NAME ...    # from stored configs
     /tmp/peer/bin/python tests/support/make_hf_models.py generate NAME ...    # after make
+    /tmp/peer/bin/python tests/support/make_hf_models.py train NAME ...    # after make
     /tmp/peer/bin/python tests/support/make_hf_models.py check FOLDER    # has NAME.anything, ...
 
 A ``config.json`` may have the format before or since transformers 5; the stored ones have both.
@@ -77,6 +78,29 @@ def make(name, config):
     print(f"{name}: logits of {found['row'].std():.2f}")
 
 
+def train(name):
+    """Adds to a model's file the losses of the steps of plain gradient descent."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load(hf_models.write_folder(name, Path(folder))).train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), hf_models.RATE), []
+    for step in range(hf_models.STEPS):
+        row = torch.tensor(hf_models.row(name)[step : step + hf_models.TRAINED]).long()
+        documents = [row, row[: hf_models.TRAINED_SPLIT], row[hf_models.TRAINED_SPLIT :]]
+        sums = [
+            torch.nn.functional.cross_entropy(
+                model(tokens[None]).logits[0, :-1], tokens[1:], reduction="sum"
+            )
+            for tokens in documents
+        ]
+        loss = sum(sums) / sum(len(tokens) - 1 for tokens in documents)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    store(name, **dict(hf_models.golden(name)) | {"losses": np.float32(losses)})
+    print(f"{name}: losses {losses}")
+
+
 def generated(loaded, seeds):
     """What ``generate`` makes of the prompts of these seeds, all rows in one batch."""
     # A dynamic RoPE remembers the longest row that the model has seen.
@@ -139,9 +163,9 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "check":
         check(*arguments)
-    elif command == "generate":
+    elif command in ("generate", "train"):
         for name in arguments:
-            generate(name)
+            {"generate": generate, "train": train}[command](name)
     elif arguments[-1].endswith(".json"):
         make(arguments[0], json.loads(Path(arguments[1]).read_text()))
     else:

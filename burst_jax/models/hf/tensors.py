@@ -13,6 +13,7 @@ several weights, or with all experts of a layer (:class:`Joined`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,7 +161,13 @@ class Weight(NamedTuple):
 
 def weights_of(shapes: Any, family: Family, config: DecoderConfig) -> list[Weight]:
     """A decoder's weights, from its state or shapes, with their tensors' names."""
-    arrays = flat_weights(shapes)
+    return weights_at(flat_weights(shapes), family, config)
+
+
+def weights_at(
+    arrays: Mapping[tuple[str, ...], Any], family: Family, config: DecoderConfig
+) -> list[Weight]:
+    """The same of some of the weights, by path; of a joined tensor all or none."""
     layers = layers_of_stacks(config)
     weights = []
     for path, leaf in arrays.items():
