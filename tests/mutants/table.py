@@ -31,6 +31,8 @@ HF_MODELS = "tests/models/test_hf_models.py -k"
 EXPORT = "tests/models/test_fine_tuning.py -k export_has"
 HF_CONFIGS = "tests/models/test_hf_configs.py"
 HF_FILES = "tests/models/test_hf_files.py -k tied"
+HF_HYBRIDS = "tests/models/test_hf_hybrids.py -k"
+EXTENDED = "tests/models/test_delta_net.py -k extended"
 SERVING = "tests/serving/test_serving.py -k"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
@@ -419,7 +421,7 @@ MUTANTS = [
      "tests/models/test_stack.py -k loop"),
     ("burst_jax/models/weights.py", "outputs = axes[-1] if key[0] == \"out\" else axes[1]",
      "outputs = axes[1]", f"{LORA} optax"),
-    ("burst_jax/models/hf/families.py", "bool(used) and layer >= first", "bool(used) and layer > first",
+    ("burst_jax/models/hf/families.py", "used and layer >= first", "used and layer > first",
      "tests/models/test_hf_configs.py"),
     ("burst_jax/models/hf/save.py", "            files.append([])\n            size = 0",
      "            files.append([])", f"{HF_MODELS} gemma3"),
@@ -433,8 +435,8 @@ MUTANTS = [
      "tests/models/test_experts.py -k exchanged"),
     ("burst_jax/models/experts/exchange.py", "map(send, lax.optimization_barrier(sent))",
      "map(send, sent)", "tests/models/test_experts.py -k exchanged"),
-    ("burst_jax/serving/fused_qkv.py", "fuse_norms and attention.query.bias is None and attention.key.bias is None",
-     "fuse_norms", "tests/serving/test_serving.py -k equals_whole"),
+    ("burst_jax/serving/fused_qkv.py", "fuse_norms and not biased", "fuse_norms",
+     "tests/serving/test_serving.py -k equals_whole"),
     ("pallas_kernels/mosaic/sm90/static.py", "self.is_about_128 and not super().masks_by_arrays",
      "self.is_about_128 and not self.masks_by_arrays", "tests/pallas_kernels/test_query_order.py"),
     ("pallas_kernels/mosaic/sm90/split_step.py", "jnp.minimum(exponents, 1.0)", "exponents",
@@ -456,6 +458,31 @@ MUTANTS = [
     ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),
     ("burst_jax/models/hf/peft.py", "float(lora.divisor if lora.alpha is None else lora.alpha)",
      "float(1 if lora.alpha is None else lora.alpha)", "tests/models/test_hf_adapter.py"),
+    ("burst_jax/layers/norm.py", "mean = lax.pmean(mean, axes)", "pass", EXTENDED),
+    ("burst_jax/layers/norm.py", "dynamic_slice_in_dim(scales, first,", "dynamic_slice_in_dim(scales, 0,",
+     f"{NNX_LAYER} -k rms_norm"),
+    ("burst_jax/layers/nnx_layer.py", "jax.nn.sigmoid(gate)", "jax.nn.silu(gate)", f"{NNX_LAYER} -k striped"),
+    ("burst_jax/layers/rope.py", "if 2 * half < x.shape[3]:", "if False:", f"{NNX_LAYER} -k part_of"),
+    ("burst_jax/layers/gated_delta_net.py", "2 * beta if self", "beta if self", EXTENDED),
+    ("burst_jax/models/decoder_layer.py", "self.post_mlp_norm = norm(\"after\", \"both\")",
+     "self.post_mlp_norm = norm(\"both\")", EXTENDED),
+    ("burst_jax/models/decoder_layer.py", "if own[\"norm_epsilon\"] is None:", "if True:", EXTENDED),
+    ("burst_jax/models/experts/mixture.py", "out * jax.nn.sigmoid(self.shared_gate", "out * jax.nn.silu(self.shared_gate",
+     "tests/models/test_experts.py -k formula"),
+    ("burst_jax/models/config.py", "None if kind.norms == self._norms else kind.norms", "kind.norms",
+     "tests/models/test_delta_net.py -k kinds"),
+    ("burst_jax/models/hf/tensors.py", "slice(self.start + own.start, self.start + own.stop)", "own",
+     f"{HF_HYBRIDS} joined"),
+    ("burst_jax/models/hf/views.py", "            before += rows\n", "", f"{HF_HYBRIDS} other_forms"),
+    ("burst_jax/models/hf/views.py", "slice(self._expert, self._expert + 1),)", "slice(0, 1),)",
+     f"{HF_HYBRIDS} images"),
+    ("burst_jax/models/hf/ropes.py", "theta is None and not forms.absent", "theta is None", f"{HF_HYBRIDS} ropes"),
+    ("burst_jax/models/hf/load.py", "dtypes[weight.path].dtype", "config.param_dtype", f"{HF_HYBRIDS} float32"),
+    ("burst_jax/models/hf/config.py", "tied = given.get(\"tie_word_embeddings\", ", "tied = {}.get(\"tie_word_embeddings\", ",
+     f"{HF_HYBRIDS} images"),
+    ("burst_jax/models/hf/hybrids.py", "[*types[:-1], FULL]", "types", f"{HF_HYBRIDS} kinds"),
+    ("burst_jax/models/hf/peft.py", "weight._replace(joined=None, outputs=None) if is_a else weight", "weight",
+     f"{HF_HYBRIDS} joined"),
     ("burst_jax/models/hf/peft.py", "targets, stabilized)", "targets)", "tests/models/test_hf_adapter.py"),
     ("burst_jax/layers/lora.py", "math.sqrt(self.rank) if self.rank_stabilized", "self.rank if True",
      "tests/models/test_hf_adapter.py"),

@@ -37,9 +37,7 @@ MARGIN = 1e-3
 
 def row(name: str) -> np.ndarray:
     """The row of a model."""
-    return (
-        _LONG_ROW if "linear_attention" in golden(name)["config"].get("layer_types", ()) else TOKENS
-    )
+    return _LONG_ROW if "linear_conv_kernel_dim" in golden(name)["config"] else TOKENS
 
 
 def kept(length: int) -> np.ndarray:

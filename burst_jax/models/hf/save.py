@@ -223,8 +223,9 @@ def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) 
     files: list[list[Part]] = [[]]
     size = 0
     for tensor in in_order(weights):
-        more = _bytes(tensor[1], dtype)
         same = bool(files[-1]) and files[-1][-1][0] == tensor[0]
+        # All parts of a tensor are in the file of the first one.
+        more = 0 if same else int(np.prod(tensor[1].tensor_shape)) * dtype.itemsize
         if files[-1] and size + more > max_file_bytes and not same:
             files.append([])
             size = 0
