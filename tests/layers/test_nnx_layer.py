@@ -211,7 +211,8 @@ def test_rope_of_part_of_a_head():
     )
     none = rope_table(POSITIONS, 13, Rope(fraction=0.0))
     np.testing.assert_array_equal(apply_rope(x, none), x)
-    for fraction in (-0.1, 1.5, True, "1"):
+    wrong: list[Any] = [-0.1, 1.5, True, "1"]
+    for fraction in wrong:
         with pytest.raises(ValueError, match=r"Rope's fraction is .*: it must be from 0, no"):
             Rope(fraction=fraction)
     with pytest.raises(ValueError, match=r"head_dim is 6, and RoPE's fraction 0.5, 3 features:"):

@@ -92,12 +92,12 @@ def train(name):
             )
             for tokens in documents
         ]
-        loss = sum(sums) / sum(len(tokens) - 1 for tokens in documents)
+        loss = torch.stack(sums).sum() / sum(len(tokens) - 1 for tokens in documents)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    store(name, **dict(hf_models.golden(name)) | {"losses": np.float32(losses)})
+    store(name, **dict(hf_models.golden(name)) | {"losses": np.asarray(losses, np.float32)})
     print(f"{name}: losses {losses}")
 
 
