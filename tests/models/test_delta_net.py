@@ -47,6 +47,12 @@ LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
 HYBRID = dataclasses.replace(
     CONFIG, num_layers=3, layer_pattern=(LINEAR, LINEAR, FULL), num_heads=4, head_dim=6
 )
+# All that Qwen3-Next and Olmo Hybrid add to it, and fewer key heads than devices of a tensor axis.
+EXTENDED = dataclasses.replace(
+    HYBRID, layer_pattern=(LINEAR, LINEAR, LayerKind(norms="after")), num_kv_heads=1, head_dim=8,
+    attention_gate=True, qk_norm="joint", rope=Rope(100.0, fraction=0.5),
+    delta_net=dataclasses.replace(SIZES, norm_epsilon=1e-2, negative_eigenvalues=True),
+)  # fmt: skip
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
 SEGMENTS = np.ones((B, T), np.int32)
@@ -73,10 +79,11 @@ def model_on(config=CONFIG, layout="zigzag", **sizes):
 @pytest.mark.parametrize(
     ("config", "remat", "layout", "sizes"),
     [
-        (HYBRID, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        (EXTENDED, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        pytest.param(HYBRID, "selective", "balanced:16", {"seq": 2, "tensor": 2}, marks=SLOW),
         pytest.param(CONFIG, "full", "zigzag", {"data": 2, "seq": 4}, marks=SLOW),
     ],
-    ids=["hybrid", "linear"],
+    ids=["extended", "hybrid", "linear"],
 )
 def test_equals_the_formula(config, remat, layout, sizes):
     segments = SEGMENTS if layout == "zigzag" else PACKED
@@ -91,7 +98,7 @@ def test_equals_the_formula(config, remat, layout, sizes):
 
 @SLOW
 def test_adapters_equal_the_formula():
-    config = dataclasses.replace(HYBRID, lora=Lora(2, targets=ADAPTED))
+    config = dataclasses.replace(EXTENDED, lora=Lora(2, targets=ADAPTED))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         # B starts at 0, where A has no gradient. Large adapters would amplify rounding.
@@ -107,7 +114,7 @@ def test_adapters_equal_the_formula():
     assert_close(got[1], want[1], 4e-5)
     assert set(got[1]["delta_net_layers"]["attention"]) == set(ADAPTED)
     sizes = [(16, 12)] * 2 + [(16, 32)] * 2 + [(32, 16)] + [(16, 4)] * 2
-    of_full = (16, 24), (16, 12), (16, 12), (24, 16)
+    of_full = (16, 32), (16, 8), (16, 8), (32, 16), (16, 32)
     assert config.num_adapter_params == 2 * (2 * sum(map(sum, sizes)) + sum(map(sum, of_full)))
 
 
@@ -221,6 +228,16 @@ def test_kinds_of_layers():
     assert len(config.layer_ropes) == 3
     with pytest.raises(ValueError, match="mixer is 'mamba': use one of 'attention', 'delta_net'"):
         LayerKind(mixer=cast("Any", "mamba"))
+    with pytest.raises(ValueError, match="norms is 'pre': use one of 'before', 'after', 'both'"):
+        LayerKind(norms=cast("Any", "pre"))
+    kinds = LINEAR, LayerKind(norms="after"), LayerKind(8)
+    message = "layers with mixer 'attention' and norms 'after' and 'before': the weights of these"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HYBRID, layer_pattern=kinds)
+    both = dataclasses.replace(HYBRID, post_norms=True, layer_pattern=kinds[:2])
+    assert (both.norms_of("delta_net"), both.norms_of("attention")) == ("both", "after")
+    explicit = dataclasses.replace(HYBRID, layer_pattern=(LINEAR, LayerKind(norms="before")))
+    assert explicit.layer_kinds[1].norms is None
     with pytest.raises(ValueError, match="window is 5, and mixer 'delta_net': only softmax"):
         LayerKind(window=5, mixer="delta_net")
     with pytest.raises(ValueError, match=r"rope is Rope.*, and mixer 'delta_net': only softmax"):
@@ -248,6 +265,7 @@ def test_a_decoder_without_softmax_attention_has_no_table_of_rope():
             "num_heads is 8, and delta_net is given: its layers have no",
         ),
         ({"rope": Rope(1e6)}, ValueError, "rope is Rope.*, which rope is of; leave it out"),
+        ({"attention_gate": True}, ValueError, "attention_gate is True, and delta_net is given"),
         ({"qk_norm": False}, ValueError, "qk_norm is False, and delta_net is given"),
         ({"layer_pattern": (LayerKind(8),)}, ValueError, "delta_net is .*, and none of the 2 laye"),
         ({"remat": "half"}, NotImplementedError, "remat is 'half', which recomputes softmax"),
@@ -269,6 +287,14 @@ def test_sizes_are_checked():
         ValueError, match="num_heads is 4, num_key_heads 3: num_heads must be a mul"
     ):
         DeltaNet(num_key_heads=3)
+    with pytest.raises(ValueError, match="norm_epsilon is 0: it must be positive and finite in fl"):
+        DeltaNet(norm_epsilon=0)
+    with pytest.raises(ValueError, match="negative_eigenvalues is 2: it must be True or False"):
+        DeltaNet(negative_eigenvalues=cast("Any", 2))
+    with pytest.raises(ValueError, match="qk_norm is 'all': use True, False or 'joint'"):
+        dataclasses.replace(HYBRID, qk_norm=cast("Any", "all"))
+    with pytest.raises(ValueError, match=r"head_dim is 6, and RoPE's fraction 0.5, 3 features"):
+        dataclasses.replace(HYBRID, rope=Rope(fraction=0.5))
 
 
 @pytest.mark.parametrize("name", ["dropout_rate", "scale", "ulysses_axis"])

@@ -33,7 +33,7 @@ from burst_jax.models.feed_forward import GatedMLP
 @pytest.mark.parametrize(
     ("experts", "fields"),
     [
-        (Experts(5, 2, shared_dim=8), {}),
+        (Experts(5, 2, shared_dim=8, shared_gate=True), {}),
         (Experts(6, 3, score="sigmoid", normalize=False, router_bias=True), {"remat": "selective"}),
         (Experts(4, 4, clamp=0.5, router_bias=True), {"mlp_bias": True, "mlp_chunks": 13}),
         (Experts(7, 1, score="sigmoid"), {"lora": Lora(2, alpha=3.0)}),

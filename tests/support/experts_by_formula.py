@@ -69,7 +69,10 @@ def formula(weights, x, config, present):
 
     out = jnp.einsum("te,etd->td", of_experts, mlp(weights, xs, experts.clamp))
     if "shared" in weights:
-        out = out + mlp(weights["shared"], xs)
+        shared = mlp(weights["shared"], xs)
+        if "shared_gate" in weights:
+            shared = shared / (1 + jnp.exp(-xs @ weights["shared_gate"]["kernel"]))
+        out = out + shared
     normalized = scores / scores.sum(-1, keepdims=True)
     z = jnp.log(jnp.exp(logits).sum(-1, keepdims=True)) ** 2
     counts = chosen.sum(0).astype(x.dtype)
