@@ -158,14 +158,12 @@ class GatedDeltaNet(nnx.Module):
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        to_heads = functools.partial(linear, in_features, kernel_init=kernel_init)
+        inner = functools.partial(linear, kernel_init=kernel_init)
         key_heads, value_heads = (num_key_heads, head_dim), (num_heads, value_head_dim)
-        self.query = to_heads(key_heads)
-        self.key = to_heads(key_heads)
-        self.value = to_heads(value_heads)
-        self.output_gate = to_heads(value_heads)
-        self.beta = to_heads(num_heads)
-        self.decay = to_heads(num_heads)
+        self.query = inner(in_features, key_heads)
+        self.key = inner(in_features, key_heads)
+        self.value = inner(in_features, value_heads)
+        dt_shape = self._add_gates(inner, in_features, head_dim, value_heads)
         self.out = linear(
             value_heads,
             in_features if out_features is None else out_features,
@@ -185,7 +183,7 @@ class GatedDeltaNet(nnx.Module):
         )
         self.A_log = nnx.Param(jnp.log(rates))
         low, high = map(math.log, TIME_STEPS)
-        steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, low, high))
+        steps = jnp.exp(jax.random.uniform(rngs.params(), dt_shape, jnp.float32, low, high))
         # softplus of it is the time step.
         self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
         self.norm = RMSNorm(value_head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
@@ -255,8 +253,8 @@ class GatedDeltaNet(nnx.Module):
         options = dict(self.options)
         if inside_shard_map(options["seq_axis"]):
             raise NotImplementedError(
-                "GatedDeltaNet.prefill is called inside a shard_map, where a device lacks the "
-                "sequence's last tokens: call it on global arrays"
+                f"{type(self).__name__}.prefill is called inside a shard_map, where a device lacks "
+                "the sequence's last tokens: call it on global arrays"
             )
         out, state = self._mix(x, segment_ids, return_state=True)
         assert state is not None
@@ -327,12 +325,30 @@ class GatedDeltaNet(nnx.Module):
         return layer._output(out[:, None], x)[:, 0], DeltaNetState(new, *tails)
 
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(log decay, beta)``, float32 ``[B, T, N]`` each."""
-        wide = jnp.float32
-        time_step = jax.nn.softplus(project(self.decay, x).astype(wide) + _wide(self.dt_bias))
+        """``(log decay, beta)`` in float32, as of :func:`burst_jax.linear.gated_delta_rule`."""
+        wide, bias = jnp.float32, _wide(self.dt_bias)
+        time_step = jax.nn.softplus(self._time_step(x).astype(wide) + bias)
+        rate = jnp.exp(_wide(self.A_log)).reshape(-1, *[1] * (bias.ndim - 1))
         beta = jax.nn.sigmoid(project(self.beta, x).astype(wide))
-        beta = 2 * beta if self.negative_eigenvalues else beta
-        return -jnp.exp(_wide(self.A_log)) * time_step, beta
+        return -rate * time_step, 2 * beta if self.negative_eigenvalues else beta
+
+    def _add_gates(
+        self, linear: Any, in_features: int, head_dim: int, value_heads: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """Adds the gates' projections by ``linear``; returns the shape of ``dt_bias``."""
+        del head_dim
+        self.output_gate = linear(in_features, value_heads)
+        self.beta = linear(in_features, value_heads[0])
+        self.decay = linear(in_features, value_heads[0])
+        return value_heads[:1]
+
+    def _time_step(self, x: jax.Array) -> jax.Array:
+        """The time step of the decays before bias and softplus."""
+        return project(self.decay, x)
+
+    def _output_gate(self, x: jax.Array) -> jax.Array:
+        """The factor on the normalized heads, float32 ``[B, T, N, Hv]``."""
+        return jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
 
     def _mix(
         self,
@@ -381,10 +397,9 @@ class GatedDeltaNet(nnx.Module):
 
     def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
         """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
-        gate = jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
-        gated = (self.norm(out.astype(jnp.float32)) * gate).astype(out.dtype)
+        gated = self.norm(out.astype(jnp.float32)) * self._output_gate(x)
         tensor_axis = dict(self.options)["tensor_axis"]
-        return project(self.out, gated, summed_over=tensor_axis)
+        return project(self.out, gated.astype(out.dtype), summed_over=tensor_axis)
 
     def _last_tokens(
         self, x: jax.Array, segment_ids: jax.Array | None
@@ -448,8 +463,8 @@ class GatedDeltaNet(nnx.Module):
         names, mesh = flat_names(options["tensor_axis"]), self._mesh()
         if mesh is not None and set(mesh.explicit_axes).intersection(names):
             raise NotImplementedError(
-                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: GatedDeltaNet "
-                "gathers its weights over Explicit axes; make the axis Auto "
+                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: "
+                f"{type(self).__name__} gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
 

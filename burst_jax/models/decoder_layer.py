@@ -175,13 +175,13 @@ def _attention(
 def _delta_net(
     config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
 ) -> GatedDeltaNet:
-    """Gated DeltaNet with those of the decoder's options that it has."""
+    """Linear attention with those of the decoder's options that it has."""
     assert config.delta_net is not None
     known: Any = {name: options[name] for name in OPTIONS if name in options}
     own: dict[str, Any] = dataclasses.asdict(config.delta_net)
     if own["norm_epsilon"] is None:
         own["norm_epsilon"] = config.norm_epsilon
-    return GatedDeltaNet(
+    return config.delta_net.layer(
         config.embed_dim,
         **own,
         dtype=config.dtype,

@@ -109,6 +109,11 @@ def unsupported(inputs: Inputs) -> str | None:
         return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
     if inputs.q.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
+    if inputs.log_decay.ndim > inputs.beta.ndim:
+        return (
+            f"it has one decay per token and value head, log_decay has shape "
+            f"{inputs.log_decay.shape}, a decay per key channel"
+        )
     return None
 
 
