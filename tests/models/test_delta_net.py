@@ -27,7 +27,6 @@ from burst_jax.models import (
     abstract_decoder,
 )
 from burst_jax.models import save as save_model
-from burst_jax.serving import Generator
 from burst_jax.training import (
     Checkpoints,
     abstract_train_state,
@@ -270,10 +269,6 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
-    with pytest.raises(
-        NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
-    ):
-        Generator(model, max_length=8)
     with pytest.raises(
         NotImplementedError, match=r"config.delta_net is DeltaNet.*: the planner kno"
     ):

@@ -32,6 +32,8 @@ EXPORT = "tests/models/test_fine_tuning.py -k export_has"
 HF_CONFIGS = "tests/models/test_hf_configs.py"
 HF_FILES = "tests/models/test_hf_files.py -k tied"
 SERVING = "tests/serving/test_serving.py -k"
+DELTA_NET_SERVING = "tests/serving/test_delta_net_serving.py -k"
+TAILS = "tests/linear/test_convolution.py -k tails"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
@@ -465,6 +467,19 @@ MUTANTS = [
      "out, total = out, factor * total", "tests/serving/test_decode_kernel.py -k kernel_equals"),
     ("burst_jax/serving/generator.py", "self._decode(chosen, ~ended)",
      "self._decode(chosen, np.ones_like(ended))", f"{SERVING} stop_token"),
+    ("burst_jax/serving/steps.py", "jnp.where(lax.expand_dims(present > 0, range(1, new.ndim)), new, old)",
+     "new", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/serving/steps.py", "layer.prefill(x, present, cache.layers[index])",
+     "layer.prefill(x, present)", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_state=None if before is None else before.state,",
+     "initial_state=None,", "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_tail=tail,", "initial_tail=None,",
+     "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
+     "return first, last", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
+     "begins == begins", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.where(valid, at, total)", "jnp.where(valid, at, 0)", TAILS),
     ("burst_jax/serving/sampling.py", "before < self.top_p", "before <= self.top_p", f"{SERVING} top_k"),
     ("burst_jax/serving/sampling.py", "jax.random.fold_in(jax.random.fold_in(key, row), length)",
      "jax.random.fold_in(key, length)", f"{SERVING} top_k"),
