@@ -21,6 +21,7 @@ INTERVALS = "tests/pallas_kernels/test_interval_arithmetic.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
+PLAN_DELTA_NET = "tests/plan/test_delta_net_plan.py -k"
 RECOMMENDATION = "tests/plan/test_recommendation.py"
 MESH_OPTION = "tests/parallel/test_mesh_option.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
@@ -630,6 +631,13 @@ MUTANTS = [
      "each.seconds <= fit[0].seconds]", PLAN),
     ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",
      "sent * (ulysses - gpus) // ulysses", PLAN),
+    ("burst_jax/plan/delta_net.py", "max(chunks * waves * work.chunk, tokens * sizes.heads * each)",
+     "chunks * waves * work.chunk", f"{PLAN_DELTA_NET} measured"),
+    ("burst_jax/plan/delta_net.py", "rows * self.runs * self.map_bytes\n        if n == 1:",
+     "rows * self.map_bytes\n        if n == 1:", f"{PLAN_DELTA_NET} bytes"),
+    ("burst_jax/plan/delta_net.py", "seconds(rates.affine) + sent", "sent", f"{PLAN_DELTA_NET} ring"),
+    ("burst_jax/plan/step_memory.py", "out = s.tokens * s.delta_net.kept_bytes(kernels)",
+     "out = 2 * s.tokens * s.delta_net.kept_bytes(kernels)", f"{PLAN_DELTA_NET} saves"),
     ("burst_jax/plan/step_memory.py", "work + on_device + gradients)", "work + on_device)",
      PLAN_TRAINING),
     ("burst_jax/plan/step_time.py", "2 * 2 * moment_size * s.parts / speed",
@@ -643,7 +651,7 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "np.uint8) == ord(\"\\n\")) + at", "np.uint8) == ord(\"\\n\"))",
      "tests/data/test_data.py -k json"),
     ("burst_jax/plan/cost_model.py", "kv = self._kv * 4 if copied else kv", "pass", PLAN),
-    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is not None", "False",
+    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is None", "True",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
     # --- burst_jax/verify
