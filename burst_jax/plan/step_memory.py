@@ -18,12 +18,15 @@ from burst_jax.training.loss import CHUNK_SIZE
 
 # Numbers of arrays of the size of v, and of q and k together, that Gated DeltaNet's layers have: at
 # the peak of their backward pass, by whether it recomputes; recomputed ahead of the backward pass
-# of the feed-forward, by whether devices share a sequence; and saved without remat, next to what
-# the kernels keep: the convolutions' inputs, the results of SiLU and norms, and the float32 arrays
-# of the gated norm.
+# of the feed-forward (_ahead), by whether devices share a sequence; and saved without remat, next
+# to what the kernels keep: the convolutions' inputs, the results of SiLU and norms, and the float32
+# arrays of the gated norm.
 _PEAK = {True: (15.2, 5.0), False: (9.0, 3.0)}
 _AHEAD = {True: (6.9, 3.1), False: (4.5, 2.4)}
 _SAVED = (23.0, 9.0)
+# Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
+# scan runs again.
+_FUSED, _AHEAD_FULL = -2.9, 4.0
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
@@ -163,7 +166,7 @@ def _backward(
     if mixer == "attention":
         of_mixer = 2 * one + _of_attention(s, strategy, rotation, kernels)
     else:
-        of_mixer = 2 * one + _of_delta_net(s, _PEAK[remat != "none"])
+        of_mixer = 2 * one + _peak(s, remat, kernels)
     hidden = features * s.held_hidden / strategy.mlp_chunks
     # Gate, up, and the gradients of the hidden features and of gate or up. Saved products are read
     # in place, and their inputs are not recomputed.
@@ -183,7 +186,7 @@ def _backward(
         states += features * 2 * s.kv if mixer == "attention" else out
         products += 4 * s.mlp.whole * 4 / 3
     if mixer == "delta_net" and not saved:
-        states += _of_delta_net(s, _AHEAD[strategy.seq > 1])
+        states += _ahead(s, strategy, remat, kernels)
     return {
         mixer: fetched + of_mixer + gathered + summed + gradients,
         "feed-forward": fetched + states + out + products + gathered,
@@ -213,6 +216,25 @@ def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
     of_values, of_keys = arrays
     features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
     return s.tokens * s.itemsize * features
+
+
+def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:
+    """Bytes of Gated DeltaNet at the peak of its backward pass."""
+    recomputes = remat != "none"
+    values, keys = _PEAK[recomputes]
+    values += _FUSED if recomputes and kernels == "fused" else 0
+    return _of_delta_net(s, (values, keys))
+
+
+def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: str) -> float:
+    """Bytes of Gated DeltaNet that are recomputed before the feed-forward's backward pass."""
+    values, keys = _AHEAD[strategy.seq > 1]
+    values += _FUSED if kernels == "fused" else 0
+    if remat != "full":
+        return _of_delta_net(s, (values, keys))
+    assert s.delta_net is not None
+    kept = s.tokens * s.delta_net.kept_bytes(kernels)
+    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys))
 
 
 def _loss(s: DeviceSizes) -> float:

@@ -52,7 +52,7 @@ class Generator:
     device attends to its shard of the cache, with one all-gather of partial results per layer.
 
     Layers with Gated DeltaNet scan the prompt over the devices. They keep a state of fixed size,
-    which each device of a sequence has and updates for every token, with nothing sent.
+    which each device of a sequence has and updates for every token.
 
     With a :class:`burst_jax.models.DynamicRope` keys keep the rotation that they were written with,
     as in transformers.
