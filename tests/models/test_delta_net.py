@@ -31,7 +31,6 @@ from burst_jax.models import (
     abstract_decoder,
 )
 from burst_jax.models import save as save_model
-from burst_jax.serving import Generator
 from burst_jax.training import (
     Checkpoints,
     abstract_train_state,
@@ -346,13 +345,7 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
-    with pytest.raises(
-        NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
-    ):
-        Generator(model, max_length=8)
-    with pytest.raises(
-        NotImplementedError, match=r"config.delta_net is DeltaNet.*: the planner kno"
-    ):
+    with pytest.raises(NotImplementedError, match=r"delta_net has head dims \(6, 8\): the planner"):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
         save_model(model, tmp_path, max_length=64)
