@@ -1,0 +1,82 @@
+"""MaxText's own Gemma 2 (windows, soft caps) and training step, and the patch of the documentation."""
+
+import importlib.metadata
+import sys
+
+import jax
+import numpy as np
+from comparison import LENGTH, STEPS, compare, named_leaves, packed_batch
+from flax import nnx
+from maxtext.common.common_types import ReorderStrategy
+from maxtext.configs import pyconfig
+from maxtext.trainers.pre_train import train
+from maxtext.utils import max_utils, maxtext_utils, sharding, train_utils
+import maxtext_patch  # noqa: F401, I001 - the patch; its effect is on attention=cudnn_flash_te alone
+
+VOCABULARY, SEQUENCES = 64, 4
+OPTIONS = dict(
+    run_name="compare", hardware="cpu", enable_checkpointing=False, dataset_type="synthetic",
+    decoder_block="gemma2", base_emb_dim=32, base_num_query_heads=4, base_num_kv_heads=2, head_dim=8,
+    base_mlp_dim=64, base_num_decoder_layers=2, vocab_size=VOCABULARY, max_target_length=LENGTH,
+    sliding_window_size=12, attn_logits_soft_cap=5.0, dtype="float32", weight_dtype="float32",
+    matmul_precision="highest", opt_type="sgd", learning_rate=0.3, warmup_steps_fraction=0.0,
+    steps=STEPS, gradient_clipping_threshold=0.0, skip_jax_distributed_system=True,
+    log_config=False, enable_goodput_recording=False, monitor_goodput=False,
+)  # fmt: skip
+
+
+def steps(devices, **options):
+    config = pyconfig.initialize(
+        [sys.argv[0], None], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
+    )
+    (
+        _, _, state_shardings, model, mesh, _, _, _, _, _, state
+    ) = train_utils.setup_train_loop(config, None, devices=devices)  # fmt: skip
+    graph, state = nnx.split(state)
+    weights, state_shardings = sharding.maybe_update_params_sharding_with_opt(
+        config, state_shardings
+    )
+    step, _ = train_utils.jit_train_and_eval_step(
+        config, graph, mesh, state, state_shardings, train.train_step, params_shardings=weights
+    )
+    data = packed_batch(SEQUENCES, VOCABULARY)
+    tokens, ids, positions = (data[key] for key in ("tokens", "segment_ids", "positions"))
+    targets = np.roll(tokens, -1, axis=1)
+    counted = (np.roll(ids, -1, axis=1) == ids) & (np.arange(LENGTH) < LENGTH - 1)
+    batch = {
+        "inputs": tokens, "inputs_segmentation": ids, "inputs_position": positions,
+        "targets": targets, "targets_segmentation": ids * counted, "targets_position": positions,
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        place = sharding.get_input_data_sharding(config, mesh)
+        batch = {key: jax.device_put(x.astype(np.int32), place) for key, x in batch.items()}
+        if (n := max_utils.reordered_cp_size(config, mesh)) > 1:
+            strategy = ReorderStrategy.DUAL_CHUNK_SWAP
+            batch = maxtext_utils.get_reorder_callable(
+                n, config.shard_mode, strategy, config.hardware
+            )(batch)
+
+    def read(state):
+        return named_leaves(nnx.filter_state(state, nnx.Param).to_pure_dict())
+
+    before, losses = read(state), []
+    for _ in range(STEPS):
+        with jax.set_mesh(mesh), train.logical_axis_rules(config.logical_axis_rules):
+            state, metrics = step(state, dict(batch))
+        losses.append(float(metrics["scalar"]["learning/loss"]))
+    return losses, before, read(state)
+
+
+def unpatched():
+    return steps(jax.devices()[:1], attention="dot_product")
+
+
+def patched():
+    return steps(
+        jax.devices(), attention="cudnn_flash_te", context_parallel_strategy="ring",
+        ici_context_parallelism=4, ici_fsdp_parallelism=2,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    compare(f"MaxText {importlib.metadata.version('maxtext')}", unpatched, patched)
