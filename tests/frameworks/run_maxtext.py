@@ -1,7 +1,6 @@
 """MaxText's own Gemma 2 (windows, soft caps) and training step, and the patch of the documentation."""
 
 import importlib.metadata
-import sys
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ OPTIONS = dict(
 
 def steps(devices, **options):
     config = pyconfig.initialize(
-        [sys.argv[0], None], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
+        ["", "base.yml"], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
     )
     (
         _, _, state_shardings, model, mesh, _, _, _, _, _, state
