@@ -1,4 +1,4 @@
-"""Three training steps of a framework's own program on one device, and of the patched one on a mesh.
+"""Three training steps of a framework's program on one device, and of the patched one on a mesh.
 
 Each ``run_*.py`` here is a script for the environment of one framework (``make test-frameworks``).
 """
@@ -22,7 +22,7 @@ LENGTH = len(IDS)
 
 
 def packed_batch(batch: int, vocabulary: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """``tokens``, ``segment_ids`` and ``positions`` ``[batch, LENGTH]``, other documents in each."""
+    """``tokens``, ``segment_ids``, ``positions`` ``[batch, LENGTH]``, other documents in each."""
     rng = np.random.default_rng(seed)
     ids = np.stack([np.roll(IDS, 5 * row) for row in range(batch)])
     # Documents count from 1 in their order, also where the roll begins in the middle of one.

@@ -3,14 +3,12 @@
 from functools import partial
 
 import equinox as eqx
-import equinox_patch as recipe
 import jax
 import jax.numpy as jnp
 from comparison import STEPS, compare, named_leaves, packed_batch
+from equinox_patch import RingAttention
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import burst_jax
 
 VOCABULARY, FEATURES, HEADS, LAYERS = 61, 32, 4, 2
 BATCH = packed_batch(4, VOCABULARY)
@@ -22,10 +20,10 @@ class Block(eqx.Module):
     norm: eqx.nn.LayerNorm
     mlp: eqx.nn.MLP
 
-    def __init__(self, attention, rope, key):
+    def __init__(self, attention, key):
         first, second = jax.random.split(key)
         self.attention = attention(HEADS, FEATURES, key=first)
-        self.rope = rope(FEATURES // HEADS, theta=100.0)
+        self.rope = eqx.nn.RotaryPositionalEmbedding(FEATURES // HEADS, theta=100.0)
         self.norm = eqx.nn.LayerNorm(FEATURES)
         self.mlp = eqx.nn.MLP(FEATURES, FEATURES, 4 * FEATURES, 1, jax.nn.gelu, key=second)
 
@@ -44,11 +42,10 @@ class Decoder(eqx.Module):
     blocks: list[Block]
     head: eqx.nn.Linear
 
-    def __init__(self, key, attention=eqx.nn.MultiheadAttention, rope=None):
+    def __init__(self, key, attention=eqx.nn.MultiheadAttention):
         keys = jax.random.split(key, LAYERS + 2)
-        rope = rope or eqx.nn.RotaryPositionalEmbedding
         self.embedding = eqx.nn.Embedding(VOCABULARY, FEATURES, key=keys[-1])
-        self.blocks = [Block(attention, rope, k) for k in keys[:LAYERS]]
+        self.blocks = [Block(attention, k) for k in keys[:LAYERS]]
         self.head = eqx.nn.Linear(FEATURES, VOCABULARY, key=keys[-2])
 
     def layers(self, x, segment_ids):
@@ -63,16 +60,13 @@ class Decoder(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-# --8<-- [start:layers]
 class RingDecoder(Decoder):
+    """Passes segment ids where the masks were."""
+
     def layers(self, x, segment_ids):
-        x, segment_ids = burst_jax.to_layout((x, segment_ids), recipe.LAYOUT, recipe.N, axis=0)
         for block in self.blocks:
             x = block(x, segment_ids)
-        return burst_jax.from_layout(x, recipe.LAYOUT, recipe.N, axis=0)
-
-
-# --8<-- [end:layers]
+        return x
 
 
 def loss(model, batch, spmd_axis_name):
@@ -102,7 +96,7 @@ def unpatched():
 
 
 def patched():
-    model = RingDecoder(jax.random.key(0), recipe.RingAttention, recipe.RingRope)
+    model = RingDecoder(jax.random.key(0), RingAttention)
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     model = eqx.filter_shard(model, NamedSharding(mesh, P()))
     batch = jax.device_put(BATCH, NamedSharding(mesh, P("data", "seq")))

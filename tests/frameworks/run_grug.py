@@ -1,4 +1,4 @@
-"""A decoder of levanter's grug functions, as marin's template has it, and the documentation's patch."""
+"""A decoder of levanter's grug functions, like marin's template, and the documentation's patch."""
 
 import importlib.metadata
 
@@ -44,7 +44,7 @@ def norm(x):
 
 def loss(params, tokens, ids, attend):
     """Shifts inside, as grug's does; the layers alternate between a window and the whole length."""
-    x = params["embedding"].at[tokens].get(out_sharding=P(*TOKENS, None))
+    x = params["embedding"].at[reshard(tokens, TOKENS)].get(out_sharding=P(*TOKENS, None))
     for i in range(LAYERS):
         heads = P(*TOKENS, "model", None)
         q, k, v = (
@@ -54,7 +54,9 @@ def loss(params, tokens, ids, attend):
         q, k = apply_rotary_embedding(
             q, k, seq_len=LENGTH, head_dim=HEAD_DIM, rope=RotaryConfig(theta=100.0)
         )
-        mask = AttentionMask.causal(sliding_window=12 if i % 2 else None).with_segment_ids(ids)
+        mask = AttentionMask.causal(sliding_window=12 if i % 2 else None).with_segment_ids(
+            reshard(ids, TOKENS)
+        )
         rows = P(*TOKENS, None)
         out = attend(q, k, v, mask)
         x = x + jnp.einsum("btnh,nhd->btd", out, params[f"out{i}"], out_sharding=rows)
@@ -78,8 +80,8 @@ def train(devices, attend):
     )  # fmt: skip
     data = packed_batch(4, VOCABULARY)
     with jax.set_mesh(mesh):
-        tokens = jax.device_put(data["tokens"], jax.NamedSharding(mesh, TOKENS))
-        ids = jax.device_put(data["segment_ids"] - 1, jax.NamedSharding(mesh, TOKENS))
+        tokens = jax.device_put(data["tokens"], jax.NamedSharding(mesh, P("data")))
+        ids = jax.device_put(data["segment_ids"] - 1, jax.NamedSharding(mesh, P("data")))
         params = jax.device_put(init(jax.random.key(0)), jax.NamedSharding(mesh, P()))
 
         @jax.jit

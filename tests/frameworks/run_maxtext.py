@@ -1,8 +1,10 @@
-"""MaxText's own Gemma 2 (windows, soft caps) and training step, and the patch of the documentation."""
+"""MaxText's own Gemma 2 (windows, soft caps) and train step, and the documentation's patch."""
 
 import importlib.metadata
+from pathlib import Path
 
 import jax
+import maxtext_patch  # noqa: F401 - its effect is on attention=cudnn_flash_te alone
 import numpy as np
 from comparison import LENGTH, STEPS, compare, named_leaves, packed_batch
 from flax import nnx
@@ -10,26 +12,28 @@ from maxtext.common.common_types import ReorderStrategy
 from maxtext.configs import pyconfig
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils, maxtext_utils, sharding, train_utils
-import maxtext_patch  # noqa: F401, I001 - the patch; its effect is on attention=cudnn_flash_te alone
 
+BASE = Path(pyconfig.__file__).parent / "base.yml"
 VOCABULARY, SEQUENCES = 64, 4
-OPTIONS = dict(
-    run_name="compare", hardware="cpu", enable_checkpointing=False, dataset_type="synthetic",
-    decoder_block="gemma2", base_emb_dim=32, base_num_query_heads=4, base_num_kv_heads=2, head_dim=8,
-    base_mlp_dim=64, base_num_decoder_layers=2, vocab_size=VOCABULARY, max_target_length=LENGTH,
-    sliding_window_size=12, attn_logits_soft_cap=5.0, dtype="float32", weight_dtype="float32",
-    matmul_precision="highest", opt_type="sgd", learning_rate=0.3, warmup_steps_fraction=0.0,
-    steps=STEPS, gradient_clipping_threshold=0.0, skip_jax_distributed_system=True,
-    log_config=False, enable_goodput_recording=False, monitor_goodput=False,
-)  # fmt: skip
+OPTIONS = {
+    "run_name": "compare", "base_output_directory": "out/maxtext", "hardware": "cpu",
+    "enable_checkpointing": False, "dataset_type": "synthetic", "decoder_block": "gemma2",
+    "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8,
+    "base_mlp_dim": 64, "base_num_decoder_layers": 2, "vocab_size": VOCABULARY,
+    "max_target_length": LENGTH, "sliding_window_size": 12, "attn_logits_soft_cap": 5.0,
+    "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest",
+    "opt_type": "sgd", "learning_rate": 0.3, "warmup_steps_fraction": 0.0, "steps": STEPS,
+    "gradient_clipping_threshold": 0.0, "skip_jax_distributed_system": True, "log_config": False,
+    "enable_goodput_recording": False, "monitor_goodput": False,
+}  # fmt: skip
 
 
 def steps(devices, **options):
     config = pyconfig.initialize(
-        ["", "base.yml"], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
+        ["", str(BASE)], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
     )
     (
-        _, _, state_shardings, model, mesh, _, _, _, _, _, state
+        _, _, state_shardings, _, mesh, _, _, _, _, _, state
     ) = train_utils.setup_train_loop(config, None, devices=devices)  # fmt: skip
     graph, state = nnx.split(state)
     weights, state_shardings = sharding.maybe_update_params_sharding_with_opt(

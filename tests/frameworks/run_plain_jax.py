@@ -1,4 +1,4 @@
-"""A decoder in plain JAX with ``jax.nn.dot_product_attention``, and the patch of the documentation."""
+"""A decoder in plain JAX, ``jax.nn.dot_product_attention``, and the documentation's patch."""
 
 from functools import partial
 
