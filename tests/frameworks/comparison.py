@@ -14,6 +14,7 @@ import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_disable_most_optimizations", True)  # Most of the time is compilation.
 
 STEPS, TOLERANCE = 3, 1e-5
 # Documents of one packed sequence with padding between them, at the end too; 0 is padding.

@@ -1,7 +1,13 @@
 """SkyRL-tx's own Qwen 3 and its log-probabilities, and the patch of the documentation."""
+# ruff: noqa: E402 - a module is replaced before SkyRL imports it.
 
 import importlib.metadata
+import sys
+import types
 from unittest import mock
+
+# Saves adapters, and imports PyTorch.
+sys.modules["peft"] = types.ModuleType("peft")
 
 import jax
 import jax.numpy as jnp

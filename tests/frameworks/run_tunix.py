@@ -1,16 +1,20 @@
 """tunix's own Qwen 3, trainer and loss, and the patch of the documentation."""
 
+import importlib.metadata
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import qwix
 import tunix_patch as recipe
-from comparison import STEPS, compare, named_leaves, packed_batch
+from comparison import STEPS, TOLERANCE, compare, named_leaves, packed_batch
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tunix.models.qwen3 import model as qwen3
+from tunix.rl import common
 from tunix.sft import peft_trainer
 
 VOCABULARY = 64
@@ -92,5 +96,38 @@ def patched():
         return train(model, patched_input, BATCH)
 
 
+def log_probs(model):
+    """Of tunix's reinforcement learning: prompts padded at the left, completions at the right."""
+    tokens = np.array(BATCH["tokens"])
+    tokens[0, :7], tokens[1, -9:], tokens[2, :20], tokens[3, -1:] = 0, 0, 0, 0
+    graph, state = nnx.split(model)
+    values = common.compute_per_token_logps(
+        graph, state, tokens[:, :24], tokens[:, 24:], pad_id=0, eos_id=-1
+    )
+    return np.where(tokens[:, 24:] > 0, values, 0)
+
+
+def check_lora():
+    """Log-probabilities with adapters, whose weights are drawn."""
+    inputs = unpatched_input(BATCH)
+    del inputs["input_mask"]
+    provider = qwix.LoraProvider(module_path=".*[qkvo]_proj", rank=2, alpha=4.0)
+    with mock.patch.object(qwen3.Attention, "block", recipe.dense):
+        model = qwix.apply_lora_to_model(make_model(), provider, cache=None, **inputs)
+        weights = nnx.state(model, nnx.LoRAParam)
+        keys = nnx.Rngs(2)
+        drawn = jax.tree.map(lambda x: 0.3 * jax.random.normal(keys.params(), x.shape), weights)
+        without = log_probs(model)
+        nnx.update(model, drawn)
+        expected = log_probs(model)
+    assert np.abs(without - expected).max() > 0.1
+    with recipe.MESH:
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(recipe.MESH, P())))
+        error = np.abs(log_probs(model) - expected).max()
+    assert error <= TOLERANCE, error
+    print(f"tunix: log-probabilities with LoRA differ by at most {error:.1e}")
+
+
 if __name__ == "__main__":
-    compare("tunix", unpatched, patched)
+    compare(f"tunix {importlib.metadata.version('google-tunix')}", unpatched, patched)
+    check_lora()
