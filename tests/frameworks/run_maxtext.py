@@ -1,6 +1,7 @@
-"""MaxText's own Gemma 2 (windows, soft caps) and train step, and the documentation's patch."""
+"""MaxText's own models and train step, and the documentation's patch."""
 
 import importlib.metadata
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,20 +18,38 @@ BASE = Path(pyconfig.__file__).parent / "base.yml"
 VOCABULARY, SEQUENCES = 64, 4
 OPTIONS = {
     "run_name": "compare", "base_output_directory": "out/maxtext", "hardware": "cpu",
-    "enable_checkpointing": False, "dataset_type": "synthetic", "decoder_block": "gemma2",
+    "enable_checkpointing": False, "dataset_type": "synthetic",
     "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8,
     "base_mlp_dim": 64, "base_num_decoder_layers": 2, "vocab_size": VOCABULARY,
-    "max_target_length": LENGTH, "sliding_window_size": 12, "attn_logits_soft_cap": 5.0,
+    "max_target_length": LENGTH,
     "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest",
     "opt_type": "sgd", "learning_rate": 0.3, "warmup_steps_fraction": 0.0, "steps": STEPS,
     "gradient_clipping_threshold": 0.0, "skip_jax_distributed_system": True, "log_config": False,
     "enable_goodput_recording": False, "monitor_goodput": False,
 }  # fmt: skip
 
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "sparse_matmul": False, "megablox": False}
+MODELS = {
+    "gemma2": {"sliding_window_size": 12, "attn_logits_soft_cap": 5.0},
+    "gpt_oss": {
+        "sliding_window_size": 12, "attention_sink": True, "inhomogeneous_layer_cycle_interval": 2,
+        "base_moe_mlp_dim": 64, "mlp_activations": ["sigmoid", "linear"], **EXPERTS,
+    },
+    "llama4": {
+        "chunk_attn_window_size": 16, "nope_layer_interval": 2,
+        "inhomogeneous_layer_cycle_interval": 2, "interleave_moe_layer_step": 2,
+        "base_moe_mlp_dim": 64, **EXPERTS,
+    },
+}  # fmt: skip
 
-def steps(devices, **options):
+
+def steps(model, devices, **options):
+    options = OPTIONS | MODELS[model] | options
     config = pyconfig.initialize(
-        ["", str(BASE)], per_device_batch_size=SEQUENCES / len(devices), **OPTIONS, **options
+        ["", str(BASE)],
+        decoder_block=model,
+        per_device_batch_size=SEQUENCES / len(devices),
+        **options,
     )
     (
         _, _, state_shardings, _, mesh, _, _, _, _, _, state
@@ -70,17 +89,21 @@ def steps(devices, **options):
     return losses, before, read(state)
 
 
-def unpatched():
-    return steps(jax.devices()[:1], attention="dot_product")
+def unpatched(model):
+    return steps(model, jax.devices()[:1], attention="dot_product")
 
 
-def patched():
+def patched(model):
     return steps(
         # Not the strategy "ring", which MaxText rejects on CPUs: nothing but its checks reads it.
-        jax.devices(), attention="cudnn_flash_te", context_parallel_strategy="all_gather",
+        model, jax.devices(), attention="cudnn_flash_te", context_parallel_strategy="all_gather",
         ici_context_parallelism=4, ici_fsdp_parallelism=2,
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    compare(f"MaxText {importlib.metadata.version('maxtext')}", unpatched, patched)
+    for model in MODELS:
+        compare(
+            f"MaxText {importlib.metadata.version('maxtext')}, {model}",
+            partial(unpatched, model), partial(patched, model),
+        )  # fmt: skip

@@ -33,9 +33,13 @@ def make_model():
     )  # fmt: skip
     config = Qwen3Config(base, max_lora_adapters=0, max_lora_rank=0, shard_attention_heads=True)
     model = qwen3.Qwen3ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    # The embedding's initial values are large, and updates of everything else small.
-    embedding = model.model.embed_tokens.embedding
-    embedding[...] = 0.3 * embedding[...] / jnp.std(embedding[...])
+    # Matrices are drawn: initial values differ so much that most would hardly move.
+    keys, state = nnx.Rngs(1), nnx.state(model)
+    drawn = jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(keys.params(), x.shape) if x.ndim > 1 and x.size else x,
+        state,
+    )
+    nnx.update(model, jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), drawn, state))
     return model
 
 
@@ -65,7 +69,7 @@ def train(devices):
             value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), *batch))(
                 params
             )
-            return value, jax.tree.map(lambda w, g: w - 0.3 * g, params, gradients)
+            return value, jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients)
 
         def read(params):
             leaves = named_leaves(params)
