@@ -28,7 +28,7 @@ OPTIONS = {
     "enable_goodput_recording": False, "monitor_goodput": False,
 }  # fmt: skip
 
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "sparse_matmul": False, "megablox": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "sparse_matmul": False, "megablox": False}
 MODELS = {
     "gemma2": {"sliding_window_size": 12, "attn_logits_soft_cap": 5.0},
     "gpt_oss": {

@@ -99,11 +99,10 @@ def test_patches_of_frameworks_have_as_many_lines_as_the_page_says():
         assert text is not None
         lines = text[1].splitlines()
         for node in ast.parse(text[1]).body:
-            constant = isinstance(node, ast.Assign) and re.match(r"[A-Z]", lines[node.lineno - 1])
+            first, last = node.lineno - 1, node.end_lineno
+            constant = isinstance(node, ast.Assign) and re.match(r"[A-Z, ]+ =", lines[first])
             if isinstance(node, (ast.Import, ast.ImportFrom)) or constant:
-                lines[node.lineno - 1 : node.end_lineno] = [""] * len(
-                    lines[node.lineno - 1 : node.end_lineno]
-                )
+                lines[first:last] = [""] * len(lines[first:last])
         count = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
         assert f'"{path.relative_to(ROOT)}:patch"' in page
         name = path.stem.removesuffix("_patch").replace("_", "-")
