@@ -33,7 +33,8 @@ MODELS = {
     "gemma2": {"sliding_window_size": 12, "attn_logits_soft_cap": 5.0},
     "gpt_oss": {
         "sliding_window_size": 12, "attention_sink": True, "inhomogeneous_layer_cycle_interval": 2,
-        "base_moe_mlp_dim": 64, "mlp_activations": ["sigmoid", "linear"], **EXPERTS,
+        "base_moe_mlp_dim": 64, "mlp_activations": ["sigmoid", "linear"],
+        "mlp_activations_limit": 7.0, **EXPERTS,
     },
     "llama4": {
         "chunk_attn_window_size": 16, "nope_layer_interval": 2,
