@@ -39,7 +39,7 @@ MODELS = {
     "llama4": {
         "chunk_attn_window_size": 16, "nope_layer_interval": 2,
         "inhomogeneous_layer_cycle_interval": 2, "interleave_moe_layer_step": 2,
-        "base_moe_mlp_dim": 64, **EXPERTS,
+        "base_moe_mlp_dim": 64, **EXPERTS, "num_experts_per_tok": 1,
     },
 }  # fmt: skip
 
