@@ -38,9 +38,9 @@ def packed_batch(batch: int, vocabulary: int, seed: int = 0) -> dict[str, np.nda
 
 
 def named_leaves(tree: Any) -> dict[str, np.ndarray]:
-    """The arrays of a pytree by their paths."""
+    """The arrays of a pytree by their paths, but no empty ones."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if leaf.size}
 
 
 class _Sends:

@@ -73,7 +73,7 @@ def train(devices):
 
         def read(params):
             leaves = named_leaves(params)
-            return {key: x for key, x in leaves.items() if x.size and "lora" not in key}
+            return {key: x for key, x in leaves.items() if "lora" not in key}
 
         before, losses = read(params), []
         for _ in range(STEPS):
