@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.errors import check_integer, check_positive
-from burst_jax.layers.nnx_layer import KERNEL_INIT, project
+from burst_jax.layers.nnx_layer import KERNEL_INIT
 from burst_jax.layers.norm import RMSNorm
+from burst_jax.layers.projection import project
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
@@ -91,6 +92,8 @@ class GatedDeltaNet(nnx.Module):
       out_features: number of features of the output; None is D.
       conv_taps: number of taps of the convolutions, W.
       norm_epsilon: epsilon of the output's norm.
+      negative_eigenvalues: whether beta is ``2 sigmoid(x Wb)``, with which the state's transitions
+        have eigenvalues from -1 to 1 (arXiv 2411.12537), as in Olmo Hybrid.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights, but for ``A_log`` and ``dt_bias``, which are
         float32.
@@ -121,6 +124,7 @@ class GatedDeltaNet(nnx.Module):
         out_features: int | None = None,
         conv_taps: int = 4,
         norm_epsilon: float = 1e-6,
+        negative_eigenvalues: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = KERNEL_INIT,
@@ -140,6 +144,7 @@ class GatedDeltaNet(nnx.Module):
         check_positive("norm_epsilon", norm_epsilon)
         parse_layout(layout)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads
+        self.negative_eigenvalues = negative_eigenvalues
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = (
             ("batch_axis", batch_axis),
@@ -325,9 +330,9 @@ class GatedDeltaNet(nnx.Module):
         """``(log decay, beta)``, float32 ``[B, T, N]`` each."""
         wide = jnp.float32
         time_step = jax.nn.softplus(project(self.decay, x).astype(wide) + _wide(self.dt_bias))
-        return -jnp.exp(_wide(self.A_log)) * time_step, jax.nn.sigmoid(
-            project(self.beta, x).astype(wide)
-        )
+        beta = jax.nn.sigmoid(project(self.beta, x).astype(wide))
+        beta = 2 * beta if self.negative_eigenvalues else beta
+        return -jnp.exp(_wide(self.A_log)) * time_step, beta
 
     def _mix(
         self,

@@ -62,8 +62,8 @@ class Lora:
       targets: the projections with adapters: a regular expression that matches the whole name, or a
         tuple of names. The names are query, key, value, out, gate, up and down, or those of
         transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; router, in
-        place of the last three, in a mixture of experts; and output_gate, beta and decay of Gated
-        DeltaNet. Default: all that the model has.
+        place of the last three, in a mixture of experts; output_gate, beta and decay of Gated
+        DeltaNet, and output_gate of gated attention. Default: all that the model has.
       rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
 
     Raises:

@@ -5,7 +5,8 @@ weights. With sharded weights each device reads its shard, and activations are s
 arXiv 2507.07120). D features, N query heads, M hidden features, n devices::
 
     weight              shard               its product         communication
-    query, key, value   [D/n, heads, H]     partial sum         all-reduce of [B, T, heads, H]
+    query, key, value,  [D/n, heads, H]     partial sum         all-reduce of [B, T, heads, H]
+    output gate
     out                 [N, H, D/n]         D/n features        all-gather of [B, T, D]
     gate, up            [D, M/n]            M/n features        none
     down                [M/n, D]            partial sum         all-reduce of [B, T, D]
@@ -85,7 +86,9 @@ def with_sharded_projections(attention: BurstAttention, axes: tuple[str, ...]) -
 
     ``axes`` are those of the tokens, which shard the features of the residual stream.
     """
+    gate = attention.output_gate
     return attention.with_projections(
+        output_gate=None if gate is None else _ShardedInputs(gate, axes),
         query=_ShardedInputs(attention.query, axes),
         key=_ShardedInputs(attention.key, axes),
         value=_ShardedInputs(attention.value, axes),
