@@ -12,6 +12,7 @@ MASKS = dict(is_causal=True, layout=LAYOUT)
 
 class RingAttention(eqx.nn.MultiheadAttention):
     def __call__(self, query, key_, value, mask, *, process_heads):  # mask: segment ids [T]
+        assert self.dropout.inference or not self.dropout.p
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         qkv = process_heads(*(self._project(*each) for each in projections))
         ring = in_layout(lambda x, _, ids: burst_attention(*x, segment_ids=ids, **MASKS), LAYOUT, N)
