@@ -17,6 +17,7 @@ import local as local_calls
 
 from pallas_kernels import AttentionSpec, BlockMask, Dropout
 from pallas_kernels.linear.backend import Inputs
+from pallas_kernels.linear.kernel_parts import Form
 
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 _SCALES = (0.1 + i / 1024 for i in itertools.count())
@@ -59,10 +60,9 @@ def compile_linear(operation, gpu, *, channels=False):
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
 
     def run(inputs, start, do, last):
-        scale, forms = 0.1, getattr(operation, "Form", None)
-        each = [{}] if forms is None or channels else [{"form": form} for form in forms]
+        scale, forms = 0.1, list(Form)[: 1 if channels else None]  # One with decays per channel.
         # The first form has prepared everything.
-        prepared, *others = (operation.prepare(inputs, **form) for form in each)
+        prepared, *others = (operation.prepare(inputs, form) for form in forms)
         return (
             [operation.forward(inputs, x, start, scale) for x in (prepared, *others)],
             operation.affine(inputs, prepared, start),
