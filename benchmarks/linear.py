@@ -28,7 +28,7 @@ from burst_jax.command_line import Unusable, integer
 from burst_jax.linear import gated_delta_rule
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
-from pallas_kernels.linear.kernel_parts import GradientInputs
+from pallas_kernels.linear.kernel_parts import Form, GradientInputs
 from pallas_kernels.timing import relative_error
 
 HEAD_DIM = 128
@@ -70,13 +70,7 @@ class Family(NamedTuple):
 
     def prepare(self, inputs: Inputs) -> Any:
         """The inverses of all chunks, also where the forward scan would compute them itself."""
-        apart = {"form": self.operation.Form.APART} if self.may_scan_with_inverses else {}
-        return self.operation.prepare(inputs, **apart)
-
-    @property
-    def may_scan_with_inverses(self) -> bool:
-        """Whether there is a forward scan that computes the inverses in its launch."""
-        return hasattr(self.operation, "Form")
+        return self.operation.prepare(inputs, form=Form.APART)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +289,7 @@ def kernel_programs(case: Case, family: Family) -> list[Program]:
         return scan(inputs, operation.Prepared(vectors, None), start)
 
     ahead: list[Program] = []
-    if family.may_scan_with_inverses and operation.Form.of(inputs) is operation.Form.AHEAD:
+    if operation.form_of(inputs) is Form.AHEAD:
         ahead = [(
             "scan with inverses", scan_with_inverses,
             lambda done: (inputs, done["prepare"].vectors, start),

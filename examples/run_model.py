@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from burst_jax.data import ByteTokens, TokenizerFile
+from burst_jax.data import ByteTokens, ChatTokens, TokenizerFile
 from burst_jax.models import (
     DecoderConfig,
     DeltaNet,
@@ -134,7 +134,7 @@ def make_lora(args: argparse.Namespace) -> Lora | None:
 
 
 def make_config(
-    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | None
+    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | ChatTokens | None
 ) -> DecoderConfig:
     """The model's config; raises ValueError for inconsistent sizes or no vocabulary size."""
     if args.model is not None:

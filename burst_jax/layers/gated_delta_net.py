@@ -18,15 +18,15 @@ from jax.typing import DTypeLike
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.errors import check_integer, check_positive
-from burst_jax.layers.nnx_layer import KERNEL_INIT, project
+from burst_jax.layers.nnx_layer import KERNEL_INIT
 from burst_jax.layers.norm import RMSNorm
+from burst_jax.layers.projection import project
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
 from burst_jax.linear.convolution import convolved
 from burst_jax.parallel.mesh import (
     AxisNames,
-    axes_size,
     flat_names,
     gather_explicit,
     inside_shard_map,
@@ -91,6 +91,8 @@ class GatedDeltaNet(nnx.Module):
       out_features: number of features of the output; None is D.
       conv_taps: number of taps of the convolutions, W.
       norm_epsilon: epsilon of the output's norm.
+      negative_eigenvalues: whether beta is ``2 sigmoid(x Wb)``, with which the state's transitions
+        have eigenvalues from -1 to 1 (arXiv 2411.12537), as in Olmo Hybrid.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights, but for ``A_log`` and ``dt_bias``, which are
         float32.
@@ -121,6 +123,7 @@ class GatedDeltaNet(nnx.Module):
         out_features: int | None = None,
         conv_taps: int = 4,
         norm_epsilon: float = 1e-6,
+        negative_eigenvalues: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = KERNEL_INIT,
@@ -140,6 +143,7 @@ class GatedDeltaNet(nnx.Module):
         check_positive("norm_epsilon", norm_epsilon)
         parse_layout(layout)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads
+        self.negative_eigenvalues = negative_eigenvalues
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = (
             ("batch_axis", batch_axis),
@@ -229,38 +233,32 @@ class GatedDeltaNet(nnx.Module):
         return self._mix(x, segment_ids, document_tables)[0]
 
     def prefill(
-        self, x: jax.Array, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        state: DeltaNetState | None = None,
     ) -> tuple[jax.Array, DeltaNetState]:
         """The call, and the state after each sequence's last token, for :meth:`step`.
 
-        Sequences of different lengths end with padding, which may also be elsewhere.
+        Sequences of different lengths start or end with padding, which may also be elsewhere.
+        Inside a ``shard_map`` states are those of a device's heads, the same on all devices of a
+        sequence.
 
         Args:
           x: ``[B, T, D]``, as in the call.
           segment_ids: as in the call. The state is that of the last document.
+          state: of the tokens before, which each sequence's first document continues: sequences can
+            be processed in parts. A part that is all padding keeps it. None is no token.
 
         Returns:
           ``(out, state)``.
 
         Raises:
-          NotImplementedError: inside a ``shard_map``, or a balanced layout.
+          NotImplementedError: a balanced layout.
         """
-        options = dict(self.options)
-        if inside_shard_map(options["seq_axis"]):
-            raise NotImplementedError(
-                f"{type(self).__name__}.prefill is called inside a shard_map, where a device lacks "
-                "the sequence's last tokens: call it on global arrays"
-            )
-        out, state = self._mix(x, segment_ids, return_state=True)
-        assert state is not None
-        layer = gather_explicit(self)
-        tokens, valid = self._last_tokens(x, segment_ids)
-
-        def tail(linear: nnx.LinearGeneral) -> jax.Array:
-            inputs = project(linear, tokens)
-            return jnp.where(valid[..., None, None], inputs, jnp.zeros((), inputs.dtype))
-
-        return out, DeltaNetState(state, *map(tail, (layer.query, layer.key, layer.value)))
+        out, after = self._mix(x, segment_ids, before=state, return_state=True)
+        assert after is not None
+        return out, after
 
     def initial_state(self, batch: int, dtype: DTypeLike | None = None) -> DeltaNetState:
         """The state before the first token.
@@ -319,12 +317,25 @@ class GatedDeltaNet(nnx.Module):
         )
         return layer._output(out[:, None], x)[:, 0], DeltaNetState(new, *tails)
 
+    def with_projections(self, **projections: nnx.Module) -> GatedDeltaNet:
+        """A copy with other projections, for use inside a ``shard_map``.
+
+        Args:
+          **projections: by name (query, key, value, output_gate, beta, decay, out): modules that
+            are called like the layer's, with its attributes ``kernel`` and ``bias``.
+        """
+        layer = nnx.merge(*nnx.split(self))
+        for name, projection in projections.items():
+            setattr(layer, name, projection)
+        return layer
+
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``(log decay, beta)`` in float32, as of :func:`burst_jax.linear.gated_delta_rule`."""
         wide, bias = jnp.float32, _wide(self.dt_bias)
         time_step = jax.nn.softplus(self._time_step(x).astype(wide) + bias)
         rate = jnp.exp(_wide(self.A_log)).reshape(-1, *[1] * (bias.ndim - 1))
-        return -rate * time_step, jax.nn.sigmoid(project(self.beta, x).astype(wide))
+        beta = jax.nn.sigmoid(project(self.beta, x).astype(wide))
+        return -rate * time_step, 2 * beta if self.negative_eigenvalues else beta
 
     def _add_gates(
         self, linear: Any, in_features: int, head_dim: int, value_heads: tuple[int, int]
@@ -350,9 +361,10 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: jax.Array | None,
         document_tables: DocumentTables | None = None,
         *,
+        before: DeltaNetState | None = None,
         return_state: bool = False,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """``(out, state)`` of the call; the state is None unless requested."""
+    ) -> tuple[jax.Array, DeltaNetState | None]:
+        """``(out, state)`` of the call, after the state ``before``; None unless requested."""
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         options: Any = dict(self.options)
@@ -371,59 +383,37 @@ class GatedDeltaNet(nnx.Module):
         layer = gather_explicit(self)
         if inside:
             layer._check_local_heads()
+        tails = {}
 
-        def mixed(linear: nnx.LinearGeneral, taps: nnx.Param) -> jax.Array:
-            inputs = project(linear, x)
-            flat = inputs.reshape(*inputs.shape[:2], -1)
-            weight = taps[...].reshape(taps.shape[0], -1)
-            out = short_convolution(flat, weight, **options)
+        def mixed(name: str) -> jax.Array:
+            inputs, taps = project(getattr(layer, name), x), getattr(layer, f"{name}_conv")[...]
+            tail = None if before is None or len(taps) == 1 else getattr(before, name)
+            if tail is not None:
+                tail = tail.reshape(*tail.shape[:2], -1)
+            found = short_convolution(
+                inputs.reshape(*inputs.shape[:2], -1), taps.reshape(len(taps), -1),
+                initial_tail=tail, return_final_tail=return_state, **options,
+            )  # fmt: skip
+            out, tail = found if isinstance(found, tuple) else (found, None)
+            if tail is not None:
+                tails[name] = tail.reshape(*tail.shape[:2], *inputs.shape[2:])
             return jax.nn.silu(out).reshape(inputs.shape)
 
-        query = unit(mixed(layer.query, layer.query_conv))
-        key = unit(mixed(layer.key, layer.key_conv))
-        value = mixed(layer.value, layer.value_conv)
+        query, key, value = unit(mixed("query")), unit(mixed("key")), mixed("value")
         found = gated_delta_rule(
             query, key, value, *layer.gates(x), implementation=implementation,
+            initial_state=None if before is None else before.state,
             return_final_state=return_state, **options,
         )  # fmt: skip
-        out, state = found if isinstance(found, tuple) else (found, None)
-        return layer._output(out, x), state
+        if isinstance(found, tuple):
+            return layer._output(found[0], x), DeltaNetState(found[1], **tails)
+        return layer._output(found, x), None
 
     def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
         """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
         gated = self.norm(out.astype(jnp.float32)) * self._output_gate(x)
         tensor_axis = dict(self.options)["tensor_axis"]
         return project(self.out, gated.astype(out.dtype), summed_over=tensor_axis)
-
-    def _last_tokens(
-        self, x: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """``x`` of each sequence's last W - 1 tokens, and whether these are of its last document.
-
-        ``[B, W - 1, D]`` and bool ``[B, W - 1]``, in natural order.
-        """
-        options, halo = dict(self.options), self.query_conv.shape[0] - 1
-        mesh, length = self._mesh(), x.shape[1]
-        shards = 1 if mesh is None else axes_size(mesh, options["seq_axis"])
-        order = parse_layout(options["layout"]).fixed_positions(length, shards)
-        index_of = np.argsort(order)
-        before = jnp.arange(-halo + 1, 1, dtype=jnp.int32)
-        if segment_ids is None:
-            wanted = jnp.broadcast_to(length - 1 + before, (x.shape[0], halo))
-            valid = wanted >= 0
-        else:
-            ids = segment_ids[:, index_of]
-            present = ids != options["padding_id"]
-            last = jnp.max(jnp.where(present, jnp.arange(length, dtype=jnp.int32), -1), axis=1)
-            wanted = last[:, None] + before
-            at = jnp.clip(wanted, 0, length - 1)
-            near, is_token = (jnp.take_along_axis(a, at, axis=1) for a in (ids, present))
-            same = (near == near[:, -1:]) & (wanted >= 0)
-            # No token of another document is between a token and the last one.
-            unbroken = jnp.cumprod(jnp.flip(same | ~is_token, 1).astype(jnp.int32), axis=1)
-            valid = same & is_token & (jnp.flip(unbroken, 1) > 0)
-        at = jnp.asarray(index_of, jnp.int32)[jnp.clip(wanted, 0, length - 1)]
-        return jnp.take_along_axis(x, at[..., None], axis=1), valid
 
     def _mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh of the arrays; None on one device."""

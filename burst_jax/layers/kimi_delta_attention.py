@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from burst_jax.layers.gated_delta_net import GatedDeltaNet
-from burst_jax.layers.nnx_layer import project
+from burst_jax.layers.projection import project
 
 
 class KimiDeltaAttention(GatedDeltaNet):

@@ -11,8 +11,9 @@ from burst_jax.attention.validation import FLOAT_DTYPES, check_is_array
 from burst_jax.layouts.run_tables import RUN_DIMENSIONS
 
 # Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values, W
-# taps of a convolution, F its features. Those of the tables of a balanced batch are on the mesh.
-# log_decay may have H as one more dimension (:func:`dimensions_of`).
+# taps of a convolution, F its features, P = W - 1 the tokens before one that it reads. Those of the
+# tables of a balanced batch are on the mesh. log_decay may have H as one more dimension
+# (:func:`dimensions_of`).
 DIMENSIONS = {
     "query": "B T K H",
     "key": "B T K H",
@@ -23,6 +24,7 @@ DIMENSIONS = {
     "initial_state": "B N H Hv",
     "x": "B T F",
     "weight": "W F",
+    "initial_tail": "B P F",
     **RUN_DIMENSIONS,
 }
 # Of gated_delta_rule_step: one token of each sequence.
@@ -35,6 +37,7 @@ STEP = {
     "state": "B N H Hv",
 }
 OUT, STATE = "B T N Hv", "B N H Hv"
+CONVOLVED, TAIL = "B T F", "B P F"
 
 
 def dimensions_of(name: str, array: Any, dimensions: Mapping[str, str] = DIMENSIONS) -> str:
@@ -106,3 +109,15 @@ def check_rule(
     if state in arrays and arrays[state].dtype != jnp.float32:
         raise ValueError(f"{state} has dtype {arrays[state].dtype}: cast it to float32")
     return sizes
+
+
+def check_tail(sizes: Mapping[str, int]) -> None:
+    """Raises ValueError unless a convolution's initial tail has a token for each tap but the last.
+
+    ``sizes`` are those by letter, of :func:`check_shapes`.
+    """
+    if "P" in sizes and sizes["P"] != sizes["W"] - 1:
+        raise ValueError(
+            f"initial_tail has {sizes['P']} tokens, and weight {sizes['W']} taps: pass the "
+            f"{sizes['W'] - 1} tokens before the first one, or None for zeros"
+        )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from burst_jax.errors import shown
+from burst_jax.errors import check_positive, shown
 from burst_jax.layers.gated_delta_net import GatedDeltaNet, check_sizes
 from burst_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from burst_jax.parallel.rules import LogicalAxes
@@ -24,7 +24,7 @@ OPTIONS = (
 # Fields of DecoderConfig that softmax attention alone reads.
 _OF_ATTENTION = (
     "num_heads", "num_kv_heads", "head_dim", "rope_theta", "logits_soft_cap", "qk_norm", "rope",
-    "qkv_bias", "out_bias", "attention_scale", "attention_sinks",
+    "qkv_bias", "out_bias", "attention_scale", "attention_sinks", "attention_gate",
 )  # fmt: skip
 # Logical axes by a weight's path in the layer.
 _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
@@ -55,9 +55,12 @@ class DeltaNet:
       head_dim: number of features of a query and key head, H.
       value_head_dim: number of features of a value head, Hv.
       conv_taps: number of taps of the convolutions.
+      norm_epsilon: epsilon of the output's norm; None is the decoder's.
+      negative_eigenvalues: whether beta is twice the sigmoid.
 
     Raises:
-      ValueError: a size below 1, or sizes that do not fit together.
+      ValueError: a size below 1, or sizes that do not fit together; an epsilon that is not
+        positive; a negative_eigenvalues that is no bool.
     """
 
     # The layer's class, and the logical axes of its weights by their paths.
@@ -69,9 +72,20 @@ class DeltaNet:
     head_dim: int = 64
     value_head_dim: int = 64
     conv_taps: int = 4
+    norm_epsilon: float | None = None
+    negative_eigenvalues: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(**dataclasses.asdict(self))
+        check_sizes(
+            self.num_heads, self.num_key_heads, self.head_dim, self.value_head_dim, self.conv_taps
+        )
+        if self.norm_epsilon is not None:
+            check_positive("norm_epsilon", self.norm_epsilon, also=", or None")
+        if not isinstance(self.negative_eigenvalues, bool):
+            raise ValueError(
+                f"negative_eigenvalues is {shown(self.negative_eigenvalues)}: it must be True or "
+                "False"
+            )
 
     def projections(self, embed_dim: int) -> dict[str, tuple[int, int]]:
         """``(inputs, outputs)`` of the projections by name."""

@@ -24,10 +24,12 @@ _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("key", "kernel"): ("embed", "kv_heads", None),
     ("value", "kernel"): ("embed", "kv_heads", None),
     ("out", "kernel"): ("heads", None, "embed"),
+    ("output_gate", "kernel"): ("embed", "heads", None),
     ("head", "kernel"): ("embed", "vocab"),
     ("query", "bias"): ("heads", None),
     ("key", "bias"): ("kv_heads", None),
     ("value", "bias"): ("kv_heads", None),
+    ("output_gate", "bias"): ("heads", None),
     ("out", "bias"): (None,),
     ("attention", "sinks"): ("heads",),
     ("attention_norm", "scale"): (None,),
@@ -36,6 +38,8 @@ _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("post_mlp_norm", "scale"): (None,),
     ("query_norm", "scale"): (None,),
     ("key_norm", "scale"): (None,),
+    ("query_norm", "scales"): ("heads", None),
+    ("key_norm", "scales"): ("kv_heads", None),
     ("final_norm", "scale"): (None,),
 }
 

@@ -1,4 +1,4 @@
-"""Every row of docs/transforms.md; what eager calls trace, and imports."""
+"""Every row of docs/transforms.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import pathlib
 import re
-import subprocess
-import sys
 from typing import Any
 
 import compare
@@ -19,10 +17,9 @@ import numpy as np
 import pytest
 from implementations import quick_jit
 from jax.sharding import PartitionSpec as P
-from rings import B, H, K, N, make_inputs, make_mesh, ring_of
+from rings import B, H, K, N, make_inputs, make_mesh
 
 import burst_jax
-from burst_jax.attention.api import _on_mesh
 from pallas_kernels import XLA
 
 SPEC, BATCH = P(None, "seq"), P("seq")
@@ -437,74 +434,3 @@ def test_the_page_has_these_rows():
     rows = re.findall(r"^\| `?([^|`]+?)`? \|.*\|$", page, re.M)
     rows = [row for row in rows if row != "transform" and set(row) != {"-"}]
     assert sorted(rows) == sorted(EVERY)
-
-
-# --- eager calls, imports ------------------------------------------------------------------------
-
-
-def test_a_second_eager_call_traces_nothing():
-    arrays, cotangents = make_inputs()
-    jitted: Any = _on_mesh  # JAX's types say nothing of its cache
-    programs = jitted._cache_size
-    traced = []
-
-    def forward(*args, **kwargs):
-        traced.append("forward")
-        return XLA.forward(*args, **kwargs)
-
-    def backward(*args, **kwargs):
-        traced.append("backward")
-        assert XLA.backward is not None
-        return XLA.backward(*args, **kwargs)
-
-    counting = dataclasses.replace(XLA, forward=forward, backward=backward)
-
-    def attend(**options):
-        mesh = make_mesh(1, 2, 1)
-        call = functools.partial(burst_jax.burst_attention, mesh=mesh, implementation=counting)
-        return functools.partial(call, is_causal=True, **options)
-
-    def gradients():
-        out, vjp = jax.vjp(attend(local_window_size=(20, 0)), *arrays)
-        return out, *vjp(cotangents[0])
-
-    first = gradients()
-    assert set(traced) == {"forward", "backward"}
-    compiled, traces = programs(), len(traced)
-    out = attend()(*arrays)
-    assert len(traced) > traces
-    assert programs() == compiled + 1
-    compiled, traces = programs(), len(traced)
-    again = attend()(*arrays), *gradients()
-    assert (programs(), len(traced)) == (compiled, traces)
-    for got, want in zip(again, (out, *first), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-def test_a_kernel_without_a_backward_says_so():
-    arrays, (do, _) = make_inputs()
-    run = ring_of(2, implementation=dataclasses.replace(XLA, backward=None))
-    with pytest.raises(NotImplementedError, match=r"'xla' .* no backward pass, and gradients"):
-        jax.make_jaxpr(lambda *xs: jax.vjp(lambda *xs: run(*xs)[0], *xs)[1](do))(*arrays)
-
-
-IMPORT_ALL = """
-import importlib, pkgutil
-import burst_jax, pallas_kernels
-for package in (burst_jax, pallas_kernels):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-            print(module.name)
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized(), "importing started a backend"
-"""
-
-
-def test_importing_touches_no_backend():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    imported = set(done.stdout.split())
-    assert {"burst_jax.ring.vjp", "burst_jax.training.step", "pallas_kernels.xla"} <= imported

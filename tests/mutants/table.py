@@ -21,6 +21,7 @@ INTERVALS = "tests/pallas_kernels/test_interval_arithmetic.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
+PLAN_DELTA_NET = "tests/plan/test_delta_net_plan.py -k"
 RECOMMENDATION = "tests/plan/test_recommendation.py"
 MESH_OPTION = "tests/parallel/test_mesh_option.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
@@ -31,7 +32,11 @@ HF_MODELS = "tests/models/test_hf_models.py -k"
 EXPORT = "tests/models/test_fine_tuning.py -k export_has"
 HF_CONFIGS = "tests/models/test_hf_configs.py"
 HF_FILES = "tests/models/test_hf_files.py -k tied"
+HF_HYBRIDS = "tests/models/test_hf_hybrids.py -k"
+EXTENDED = "tests/models/test_delta_net.py -k extended"
 SERVING = "tests/serving/test_serving.py -k"
+DELTA_NET_SERVING = "tests/serving/test_delta_net_serving.py -k"
+TAILS = "tests/linear/test_convolution.py -k tails"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
@@ -39,6 +44,10 @@ SM80 = "tests/pallas_kernels/test_sm80_interpreted.py"
 PARTIAL = "tests/pallas_kernels/test_drawn_calls.py -k partial_query"
 OPERATIONS = "tests/pallas_kernels/test_user_functions.py"
 SM90 = "tests/pallas_kernels/test_sm90_interpreted.py"
+CHATS = "tests/data/test_chats.py -k"
+CHAT_LOADER = "tests/data/test_chat_loader.py -k"
+SPECIAL_TOKENS = "tests/data/test_special_tokens.py -k"
+CHAT_TEMPLATE = "burst_jax/data/chat_template.py"
 LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
@@ -373,9 +382,9 @@ MUTANTS = [
      "slow = (np.arange(head_dim // 2) - low) / (high - low)", f"{NNX_LAYER} -k yarn"),
     ("burst_jax/layers/nnx_layer.py", "jax.random.fold_in(dropout_key, index)",
      "dropout_key", f"{NNX_LAYER} -k dropout"),
-    ("burst_jax/layers/nnx_layer.py", "first = device * num_heads // (n // k)",
-     "first = device * num_heads // n", f"{NNX_LAYER} -k inside"),
-    ("burst_jax/layers/nnx_layer.py", "out = psum_manual(add_adapter(linear, x, kernel(x)), summed_over)",
+    ("burst_jax/layers/nnx_layer.py", "device * num_heads // (n // k), count",
+     "device * num_heads // n, count", f"{NNX_LAYER} -k inside"),
+    ("burst_jax/layers/projection.py", "out = psum_manual(add_adapter(linear, x, kernel(x)), summed_over)",
      "out = add_adapter(linear, x, psum_manual(kernel(x), summed_over))", f"{LORA} formulas"),
     ("burst_jax/layers/attention_fn.py", "causal = bool(options.get(\"is_causal\", False)) or is_causal",
      "causal = is_causal", "tests/layers/test_attention_fn.py"),
@@ -419,22 +428,22 @@ MUTANTS = [
      "tests/models/test_stack.py -k loop"),
     ("burst_jax/models/weights.py", "outputs = axes[-1] if key[0] == \"out\" else axes[1]",
      "outputs = axes[1]", f"{LORA} optax"),
-    ("burst_jax/models/hf/families.py", "bool(used) and layer >= first", "bool(used) and layer > first",
+    ("burst_jax/models/hf/families.py", "used and layer >= first", "used and layer > first",
      "tests/models/test_hf_configs.py"),
     ("burst_jax/models/hf/save.py", "            files.append([])\n            size = 0",
      "            files.append([])", f"{HF_MODELS} gemma3"),
     ("burst_jax/models/hf/save.py", "each - (lax.axis_index(names) * part.shape[0] if names else 0)",
      "each", "tests/models/test_hf_files.py"),
     ("burst_jax/models/experts/exchange.py", "(device < n) & (at >= 0) & (at < capacity)",
-     "(device < n) & (at >= 0)", "tests/models/test_experts.py -k exchanged"),
+     "(device < n) & (at >= 0)", "tests/models/test_expert_parallelism.py -k exchanged"),
     ("burst_jax/models/experts/exchange.py", "places + own - starts, n * capacity)\n    of_place",
-     "own, n * capacity)\n    of_place", "tests/models/test_experts.py -k exchanged"),
+     "own, n * capacity)\n    of_place", "tests/models/test_expert_parallelism.py -k exchanged"),
     ("burst_jax/models/experts/exchange.py", "(ordinal == 0) & (device < n)", "device < n",
-     "tests/models/test_experts.py -k exchanged"),
+     "tests/models/test_expert_parallelism.py -k exchanged"),
     ("burst_jax/models/experts/exchange.py", "map(send, lax.optimization_barrier(sent))",
-     "map(send, sent)", "tests/models/test_experts.py -k exchanged"),
-    ("burst_jax/serving/fused_qkv.py", "fuse_norms and attention.query.bias is None and attention.key.bias is None",
-     "fuse_norms", "tests/serving/test_serving.py -k equals_whole"),
+     "map(send, sent)", "tests/models/test_expert_parallelism.py -k exchanged"),
+    ("burst_jax/serving/fused_qkv.py", "fuse_norms and not biased", "fuse_norms",
+     "tests/serving/test_serving.py -k equals_whole"),
     ("pallas_kernels/mosaic/sm90/static.py", "self.is_about_128 and not super().masks_by_arrays",
      "self.is_about_128 and not self.masks_by_arrays", "tests/pallas_kernels/test_query_order.py"),
     ("pallas_kernels/mosaic/sm90/split_step.py", "jnp.minimum(exponents, 1.0)", "exponents",
@@ -456,6 +465,31 @@ MUTANTS = [
     ("burst_jax/models/hf/tied.py", "read(name, index)).astype(dtype)", "read(name, index))", HF_FILES),
     ("burst_jax/models/hf/peft.py", "float(lora.divisor if lora.alpha is None else lora.alpha)",
      "float(1 if lora.alpha is None else lora.alpha)", "tests/models/test_hf_adapter.py"),
+    ("burst_jax/layers/norm.py", "mean = lax.pmean(mean, axes)", "pass", EXTENDED),
+    ("burst_jax/layers/norm.py", "dynamic_slice_in_dim(scales, first,", "dynamic_slice_in_dim(scales, 0,",
+     f"{NNX_LAYER} -k rms_norm"),
+    ("burst_jax/layers/nnx_layer.py", "jax.nn.sigmoid(gate)", "jax.nn.silu(gate)", f"{NNX_LAYER} -k striped"),
+    ("burst_jax/layers/rope.py", "if 2 * half < x.shape[3]:", "if False:", f"{NNX_LAYER} -k part_of"),
+    ("burst_jax/layers/gated_delta_net.py", "2 * beta if self", "beta if self", EXTENDED),
+    ("burst_jax/models/decoder_layer.py", "self.post_mlp_norm = norm(\"after\", \"both\")",
+     "self.post_mlp_norm = norm(\"both\")", EXTENDED),
+    ("burst_jax/models/decoder_layer.py", "if own[\"norm_epsilon\"] is None:", "if True:", EXTENDED),
+    ("burst_jax/models/experts/mixture.py", "out * jax.nn.sigmoid(self.shared_gate", "out * jax.nn.silu(self.shared_gate",
+     "tests/models/test_experts.py -k formula"),
+    ("burst_jax/models/config.py", "None if kind.norms == self._norms else kind.norms", "kind.norms",
+     "tests/models/test_delta_net.py -k kinds"),
+    ("burst_jax/models/hf/tensors.py", "slice(self.start + own.start, self.start + own.stop)", "own",
+     f"{HF_HYBRIDS} joined"),
+    ("burst_jax/models/hf/views.py", "            before += rows\n", "", f"{HF_HYBRIDS} other_forms"),
+    ("burst_jax/models/hf/views.py", "slice(self._expert, self._expert + 1),)", "slice(0, 1),)",
+     f"{HF_HYBRIDS} images"),
+    ("burst_jax/models/hf/ropes.py", "theta is None and not forms.absent", "theta is None", f"{HF_HYBRIDS} ropes"),
+    ("burst_jax/models/hf/load.py", "dtypes[weight.path].dtype", "config.param_dtype", f"{HF_HYBRIDS} float32"),
+    ("burst_jax/models/hf/config.py", "tied = given.get(\"tie_word_embeddings\", ", "tied = {}.get(\"tie_word_embeddings\", ",
+     f"{HF_HYBRIDS} images"),
+    ("burst_jax/models/hf/hybrids.py", "[*types[:-1], FULL]", "types", f"{HF_HYBRIDS} kinds"),
+    ("burst_jax/models/hf/peft.py", "weight._replace(joined=None, outputs=None) if is_a else weight", "weight",
+     f"{HF_HYBRIDS} joined"),
     ("burst_jax/models/hf/peft.py", "targets, stabilized)", "targets)", "tests/models/test_hf_adapter.py"),
     ("burst_jax/layers/lora.py", "math.sqrt(self.rank) if self.rank_stabilized", "self.rank if True",
      "tests/models/test_hf_adapter.py"),
@@ -465,6 +499,19 @@ MUTANTS = [
      "out, total = out, factor * total", "tests/serving/test_decode_kernel.py -k kernel_equals"),
     ("burst_jax/serving/generator.py", "self._decode(chosen, ~ended)",
      "self._decode(chosen, np.ones_like(ended))", f"{SERVING} stop_token"),
+    ("burst_jax/serving/steps.py", "jnp.where(lax.expand_dims(present > 0, range(1, new.ndim)), new, old)",
+     "new", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/serving/steps.py", "layer.prefill(x, present, cache.layers[index])",
+     "layer.prefill(x, present)", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_state=None if before is None else before.state,",
+     "initial_state=None,", "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_tail=tail,", "initial_tail=None,",
+     "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
+     "return first, last", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
+     "begins == begins", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.where(valid, at, total)", "jnp.where(valid, at, 0)", TAILS),
     ("burst_jax/serving/sampling.py", "before < self.top_p", "before <= self.top_p", f"{SERVING} top_k"),
     ("burst_jax/serving/sampling.py", "jax.random.fold_in(jax.random.fold_in(key, row), length)",
      "jax.random.fold_in(key, length)", f"{SERVING} top_k"),
@@ -513,9 +560,9 @@ MUTANTS = [
     ("burst_jax/training/step.py", "loss, share = total / count,", "loss, share = total,",
      "tests/training/test_step.py -k float16_trains"),
     ("burst_jax/training/step.py", "share * auxiliary.loss", "count / count * auxiliary.loss",
-     "tests/models/test_experts.py -k accumulated"),
+     "tests/models/test_expert_training.py -k accumulated"),
     ("burst_jax/training/step.py", "jnp.sum((ids != 0).astype(jnp.float32))",
-     "jnp.sum((ids >= 0).astype(jnp.float32))", "tests/models/test_experts.py -k accumulated"),
+     "jnp.sum((ids >= 0).astype(jnp.float32))", "tests/models/test_expert_training.py -k accumulated"),
     ("burst_jax/training/adam.py", "(x.astype(jnp.float32) for x in jax.tree.leaves(tree))",
      "jax.tree.leaves(tree)", "tests/training/test_adam.py -k 16_bit"),
     ("burst_jax/training/log_probs.py", "(differences + entropy[:, None])", "differences", "tests/training/test_log_probs.py"),
@@ -615,6 +662,13 @@ MUTANTS = [
      "each.seconds <= fit[0].seconds]", PLAN),
     ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",
      "sent * (ulysses - gpus) // ulysses", PLAN),
+    ("burst_jax/plan/delta_net.py", "max(chunks * waves * work.chunk, tokens * sizes.heads * each)",
+     "chunks * waves * work.chunk", f"{PLAN_DELTA_NET} measured"),
+    ("burst_jax/plan/delta_net.py", "rows * self.runs * self.map_bytes\n        if n == 1:",
+     "rows * self.map_bytes\n        if n == 1:", f"{PLAN_DELTA_NET} bytes"),
+    ("burst_jax/plan/delta_net.py", "seconds(rates.affine) + sent", "sent", f"{PLAN_DELTA_NET} ring"),
+    ("burst_jax/plan/step_memory.py", "out = s.tokens * s.delta_net.kept_bytes(kernels)",
+     "out = 2 * s.tokens * s.delta_net.kept_bytes(kernels)", f"{PLAN_DELTA_NET} saves"),
     ("burst_jax/plan/step_memory.py", "work + on_device + gradients)", "work + on_device)",
      PLAN_TRAINING),
     ("burst_jax/plan/step_time.py", "2 * 2 * moment_size * s.parts / speed",
@@ -628,9 +682,31 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "np.uint8) == ord(\"\\n\")) + at", "np.uint8) == ord(\"\\n\"))",
      "tests/data/test_data.py -k json"),
     ("burst_jax/plan/cost_model.py", "kv = self._kv * 4 if copied else kv", "pass", PLAN),
-    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is not None", "False",
+    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is None", "True",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
+    # --- chats
+    ("burst_jax/data/chats.py", "(offsets[:, 0] < end) & (offsets[:, 1] > start)",
+     "(offsets[:, 0] < end) & (offsets[:, 0] >= start)", f"{CHATS} crosses"),
+    ("burst_jax/data/chats.py", "\"\" if completion.endswith(self._eos) else self._eos", "self._eos",
+     f"{CHATS} as_strings"),
+    ("burst_jax/data/chats.py", "each.weights[:1] = 0", "pass", f"{CHATS} as_strings"),
+    (CHAT_TEMPLATE, "(max(a, len(prompt)), b) for", "(a, b) for", f"{CHATS} may_hold"),
+    (CHAT_TEMPLATE, "opened = opened if depth else length", "opened = length", f"{CHATS} may_hold"),
+    (CHAT_TEMPLATE, "if text.startswith(bounds[i][1])", "if True", f"{CHATS} without_blocks"),
+    (CHAT_TEMPLATE, "return \"tool_use\" if", "return \"default\" if", f"{CHATS} is_found_where"),
+    (CHAT_TEMPLATE, "contents.append(now.date().isoformat())", "pass", f"{CHATS} date"),
+    ("burst_jax/data/jinja_environment.py", "isinstance(name, str) and name.startswith(\"_\")", "False",
+     f"{CHATS} must_not_do"),
+    ("burst_jax/data/chunks.py", "starts = begin == start < stop", "starts = start == 0", f"{SPECIAL_TOKENS} once"),
+    ("burst_jax/data/packing.py", "part[\"weights\"][1:].any()", "part[\"weights\"].any()", f"{CHAT_LOADER} are_cut"),
+    ("burst_jax/data/special_tokens.py", "text[-1] + 1", "text[-1] + 2", f"{SPECIAL_TOKENS} transformers"),
+    ("examples/run_options.py", "special_tokens=True", "special_tokens=False", f"{SPECIAL_TOKENS} perplexity"),
+    ("examples/perplexity.py", "ids, np.array(end, ids.dtype)", "ids", f"{SPECIAL_TOKENS} perplexity"),
+    ("examples/train_lm.py", "\"full_attention_interval\", \"chat\"", "\"full_attention_interval\"",
+     "tests/training/test_kills.py -k resumes_only"),
+    ("examples/hf_checkpoints.py", "    for path in {path for pattern in patterns for path in target.glob(pattern)}:\n", "    for path in []:\n",
+     "tests/models/test_fine_tuning.py -k template_of_the_training"),
     # --- burst_jax/verify
     ("burst_jax/verify/differences.py", "_TIMES = 2.0", "_TIMES = 200.0", "tests/verify/test_differences.py"),
     ("burst_jax/verify/differences.py", "\"bfloat16\": 4e-3", "\"bfloat16\": 4e-1",
@@ -720,6 +796,11 @@ MUTANTS = [
      "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",
      "        start(jnp.minimum(index + 1, chunks - 1), stage)\n        return", LINEAR_SM80),
     ("pallas_kernels/linear/sm80/gradients.py", "write = write * along_rows(out)", "pass", LINEAR_SM80),
+    # Not yet written when it is read, and not read when the next one is copied.
+    ("pallas_kernels/linear/sm80/scan.py", "        wait(n)\n", "", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py", "start_x(jnp.minimum(n + 1, chunks - 1), 1 - stage)",
+     "start_x(jnp.minimum(n + 1, chunks - 1), stage)", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/ahead.py", "own * 2 + lax.rem(step, i32(2))", "own * 2", LINEAR_SM80),
     ("pallas_kernels/mosaic/sm80/instructions.py", "exchanged(words[1], words[3], high, 2)",
      "exchanged(words[1], words[3], odd, 2)", "tests/pallas_kernels/test_sm80_stores.py"),
     # --- what grouped products and decoding leave out
@@ -732,9 +813,9 @@ MUTANTS = [
      "allowed = k_positions <= of_rows if static.capacity % config.block_kv else k_positions < _NEVER\n",
      "tests/serving/test_decode_kernel.py -k alone"),
     # --- benchmarks and examples
-    ("benchmarks/kernels.py", "size * reach - reach * (reach - 1) / 2", "size * reach - reach * (reach + 1) / 2",
+    ("benchmarks/kernel_cases.py", "size * reach - reach * (reach - 1) / 2", "size * reach - reach * (reach + 1) / 2",
      "tests/benchmarks/test_kernels_benchmark.py"),
-    ("benchmarks/kernels.py", "2.0 ** (-8 * (heads + 1) / self.heads)", "2.0 ** (-8 * heads / self.heads)",
+    ("benchmarks/kernel_cases.py", "2.0 ** (-8 * (heads + 1) / self.heads)", "2.0 ** (-8 * heads / self.heads)",
      "tests/benchmarks/test_kernels_benchmark.py"),
     ("benchmarks/results.py", "key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1]",
      "key=lambda pair: pair[1]", "tests/benchmarks/test_results.py"),

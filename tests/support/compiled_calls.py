@@ -17,6 +17,7 @@ import local as local_calls
 
 from pallas_kernels import AttentionSpec, BlockMask, Dropout
 from pallas_kernels.linear.backend import Inputs
+from pallas_kernels.linear.kernel_parts import Form
 
 # A kernel that was compiled before in the same process is not reported again: all scales differ.
 _SCALES = (0.1 + i / 1024 for i in itertools.count())
@@ -57,10 +58,9 @@ def compile_linear(operation, gpu):
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
 
     def run(inputs, start, do, last):
-        scale, forms = 0.1, getattr(operation, "Form", None)
-        each = [{}] if forms is None else [{"form": form} for form in forms]
+        scale = 0.1
         # The first form has prepared everything.
-        prepared, *others = (operation.prepare(inputs, **form) for form in each)
+        prepared, *others = (operation.prepare(inputs, form) for form in Form)
         return (
             [operation.forward(inputs, x, start, scale) for x in (prepared, *others)],
             operation.affine(inputs, prepared, start),

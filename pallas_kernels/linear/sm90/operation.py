@@ -5,7 +5,6 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from pallas_kernels.linear.families import (
     with_identity,
     zeros_in_padding,
 )
-from pallas_kernels.linear.kernel_parts import Mode
+from pallas_kernels.linear.kernel_parts import Form, Mode
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
@@ -31,25 +30,15 @@ from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
 
 
-class Form(enum.Enum):
-    """How the forward pass computes X and P.
+def form_of(inputs: Inputs) -> Form:
+    """AHEAD, the shortest scan, where a chunk's X and P have the time that the scan has for it.
 
-    APART: X in a launch of its own, P in the second warpgroup of each scan: fewest bytes.
-    AHEAD: both in the scan's launch on SMs that have no scan: the shortest scan.
+    A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must be
+    as many SMs for them as for scans. APART computes X in a launch of its own, P in the second
+    warpgroup of each scan: fewest bytes.
     """
-
-    APART = "apart"
-    AHEAD = "ahead"
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> Form:
-        """AHEAD where a chunk's X and P have the time that the scan has for it.
-
-        A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must
-        be as many SMs for them as for scans.
-        """
-        chains = inputs.v.shape[0] * inputs.v.shape[2]
-        return cls.AHEAD if spare_clusters(chains) >= chains else cls.APART
+    chains = inputs.v.shape[0] * inputs.v.shape[2]
+    return Form.AHEAD if spare_clusters(chains) >= chains else Form.APART
 
 
 class Prepared(NamedTuple):
@@ -67,7 +56,7 @@ class Prepared(NamedTuple):
 def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
     """The vectors of all chunks, and in the form APART the inverses; None is the faster form."""
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    form = Form.of(inputs) if form is None else form
+    form = form_of(inputs) if form is None else form
     return Prepared(vectors, None if form is Form.AHEAD else inverses.inverses(inputs.k, vectors))
 
 
