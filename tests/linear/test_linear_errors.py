@@ -247,8 +247,8 @@ def test_implementations_of_each_gpu(monkeypatch):
          "'mosaic_sm90': it has head dims (128, 128), query and value have (64, 64)"),
         ({"capability": 9.0, "dtype": jnp.float32},
          "'mosaic_sm90': it computes in bfloat16, query has dtype float32"),
-        ({"capability": 9.0, "channels": (128,)},
-         "'mosaic_sm90': it has one decay per token and value head, log_decay has shape (1, 64, 2, "
+        ({"capability": 8.0, "channels": (128,)},
+         "'mosaic_sm80': it has one decay per token and value head, log_decay has shape (1, 64, 2, "
          "128), a decay per key channel"),
         ({"capability": 8.6}, "'mosaic_sm80': its scans need 166912 bytes of shared memory per"),
         ({"capability": 8.0, "dtype": jnp.float16},
@@ -261,6 +261,6 @@ def test_implementations_of_each_gpu(monkeypatch):
         assert resolved(None, 7.5) == "xla"
     with pytest.raises(NotImplementedError, match=r"'mosaic_sm90' cannot run: it has head dims"):
         resolved("mosaic_sm90", 9.0, dim=64)
-    for name in ("mosaic_sm80", "mosaic_sm90"):
-        with pytest.raises(NotImplementedError, match=f"'{name}' cannot run: it has one decay per"):
-            resolved(name, 9.0, channels=(128,))
+    assert resolved(None, 9.0, channels=(128,)) == "mosaic_sm90"
+    with pytest.raises(NotImplementedError, match="'mosaic_sm80' cannot run: it has one decay per"):
+        resolved("mosaic_sm80", 9.0, channels=(128,))
