@@ -58,12 +58,10 @@ def fill(server: Server, length: int) -> None:
 
     cache = server._cache
     assert cache is not None
-    server._cache = Cache(
-        tuple(normal(jax.random.key(2 * i), x) for i, x in enumerate(cache.keys)),
-        tuple(normal(jax.random.key(2 * i + 1), x) for i, x in enumerate(cache.values)),
-        tuple(map(slots, cache.slots)),
-        cache.lengths,
-    )
+    arrays, structure = jax.tree.flatten(cache.layers)
+    drawn = [normal(jax.random.key(i), x) for i, x in enumerate(arrays)]
+    layers = jax.tree.unflatten(structure, drawn)
+    server._cache = Cache(layers, tuple(map(slots, cache.slots)), cache.lengths)
 
 
 def rewind(server: Server, length: int) -> None:

@@ -139,15 +139,16 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add(
-        "--mixer", choices=MIXERS,
-        help="of tokens: softmax attention, Gated DeltaNet, or layers of both (default: attention)",
+        "--mixer", choices=tuple(MIXERS),
+        help="of tokens: softmax attention, Gated DeltaNet, Kimi Delta Attention (kda), or layers "
+        "of softmax and one of the others (default: attention)",
     )  # fmt: skip
     add(
         "--full-attention-interval", type=int, metavar="N",
-        help=f"of hybrid: each Nth layer is softmax attention (default: {FULL_ATTENTION_INTERVAL})",
+        help=f"of hybrids: each Nth layer is softmax (default: {FULL_ATTENTION_INTERVAL})",
     )  # fmt: skip
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
-    add("--heads", type=int, help=f"query heads, or value heads of delta-net {default('heads')}")
+    add("--heads", type=int, help=f"query heads, or value heads {default('heads')}")
     add("--kv-heads", type=int, help=f"key/value heads, or key heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="feed-forward width (default: 8/3 of the width)")

@@ -27,7 +27,6 @@ from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_conv
 from burst_jax.linear.convolution import convolved
 from burst_jax.parallel.mesh import (
     AxisNames,
-    axes_size,
     flat_names,
     gather_explicit,
     inside_shard_map,
@@ -158,14 +157,12 @@ class GatedDeltaNet(nnx.Module):
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        to_heads = functools.partial(linear, in_features, kernel_init=kernel_init)
+        inner = functools.partial(linear, kernel_init=kernel_init)
         key_heads, value_heads = (num_key_heads, head_dim), (num_heads, value_head_dim)
-        self.query = to_heads(key_heads)
-        self.key = to_heads(key_heads)
-        self.value = to_heads(value_heads)
-        self.output_gate = to_heads(value_heads)
-        self.beta = to_heads(num_heads)
-        self.decay = to_heads(num_heads)
+        self.query = inner(in_features, key_heads)
+        self.key = inner(in_features, key_heads)
+        self.value = inner(in_features, value_heads)
+        dt_shape = self._add_gates(inner, in_features, head_dim, value_heads)
         self.out = linear(
             value_heads,
             in_features if out_features is None else out_features,
@@ -185,7 +182,7 @@ class GatedDeltaNet(nnx.Module):
         )
         self.A_log = nnx.Param(jnp.log(rates))
         low, high = map(math.log, TIME_STEPS)
-        steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, low, high))
+        steps = jnp.exp(jax.random.uniform(rngs.params(), dt_shape, jnp.float32, low, high))
         # softplus of it is the time step.
         self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
         self.norm = RMSNorm(value_head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
@@ -236,38 +233,32 @@ class GatedDeltaNet(nnx.Module):
         return self._mix(x, segment_ids, document_tables)[0]
 
     def prefill(
-        self, x: jax.Array, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        state: DeltaNetState | None = None,
     ) -> tuple[jax.Array, DeltaNetState]:
         """The call, and the state after each sequence's last token, for :meth:`step`.
 
-        Sequences of different lengths end with padding, which may also be elsewhere.
+        Sequences of different lengths start or end with padding, which may also be elsewhere.
+        Inside a ``shard_map`` states are those of a device's heads, the same on all devices of a
+        sequence.
 
         Args:
           x: ``[B, T, D]``, as in the call.
           segment_ids: as in the call. The state is that of the last document.
+          state: of the tokens before, which each sequence's first document continues: sequences can
+            be processed in parts. A part that is all padding keeps it. None is no token.
 
         Returns:
           ``(out, state)``.
 
         Raises:
-          NotImplementedError: inside a ``shard_map``, or a balanced layout.
+          NotImplementedError: a balanced layout.
         """
-        options = dict(self.options)
-        if inside_shard_map(options["seq_axis"]):
-            raise NotImplementedError(
-                "GatedDeltaNet.prefill is called inside a shard_map, where a device lacks the "
-                "sequence's last tokens: call it on global arrays"
-            )
-        out, state = self._mix(x, segment_ids, return_state=True)
-        assert state is not None
-        layer = gather_explicit(self)
-        tokens, valid = self._last_tokens(x, segment_ids)
-
-        def tail(linear: nnx.LinearGeneral) -> jax.Array:
-            inputs = project(linear, tokens)
-            return jnp.where(valid[..., None, None], inputs, jnp.zeros((), inputs.dtype))
-
-        return out, DeltaNetState(state, *map(tail, (layer.query, layer.key, layer.value)))
+        out, after = self._mix(x, segment_ids, before=state, return_state=True)
+        assert after is not None
+        return out, after
 
     def initial_state(self, batch: int, dtype: DTypeLike | None = None) -> DeltaNetState:
         """The state before the first token.
@@ -326,13 +317,43 @@ class GatedDeltaNet(nnx.Module):
         )
         return layer._output(out[:, None], x)[:, 0], DeltaNetState(new, *tails)
 
+    def with_projections(self, **projections: nnx.Module) -> GatedDeltaNet:
+        """A copy with other projections, for use inside a ``shard_map``.
+
+        Args:
+          **projections: by name (query, key, value, output_gate, beta, decay, out): modules that
+            are called like the layer's, with its attributes ``kernel`` and ``bias``.
+        """
+        layer = nnx.merge(*nnx.split(self))
+        for name, projection in projections.items():
+            setattr(layer, name, projection)
+        return layer
+
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(log decay, beta)``, float32 ``[B, T, N]`` each."""
-        wide = jnp.float32
-        time_step = jax.nn.softplus(project(self.decay, x).astype(wide) + _wide(self.dt_bias))
+        """``(log decay, beta)`` in float32, as of :func:`burst_jax.linear.gated_delta_rule`."""
+        wide, bias = jnp.float32, _wide(self.dt_bias)
+        time_step = jax.nn.softplus(self._time_step(x).astype(wide) + bias)
+        rate = jnp.exp(_wide(self.A_log)).reshape(-1, *[1] * (bias.ndim - 1))
         beta = jax.nn.sigmoid(project(self.beta, x).astype(wide))
-        beta = 2 * beta if self.negative_eigenvalues else beta
-        return -jnp.exp(_wide(self.A_log)) * time_step, beta
+        return -rate * time_step, 2 * beta if self.negative_eigenvalues else beta
+
+    def _add_gates(
+        self, linear: Any, in_features: int, head_dim: int, value_heads: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """Adds the gates' projections by ``linear``; returns the shape of ``dt_bias``."""
+        del head_dim
+        self.output_gate = linear(in_features, value_heads)
+        self.beta = linear(in_features, value_heads[0])
+        self.decay = linear(in_features, value_heads[0])
+        return value_heads[:1]
+
+    def _time_step(self, x: jax.Array) -> jax.Array:
+        """The time step of the decays before bias and softplus."""
+        return project(self.decay, x)
+
+    def _output_gate(self, x: jax.Array) -> jax.Array:
+        """The factor on the normalized heads, float32 ``[B, T, N, Hv]``."""
+        return jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
 
     def _mix(
         self,
@@ -340,9 +361,10 @@ class GatedDeltaNet(nnx.Module):
         segment_ids: jax.Array | None,
         document_tables: DocumentTables | None = None,
         *,
+        before: DeltaNetState | None = None,
         return_state: bool = False,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """``(out, state)`` of the call; the state is None unless requested."""
+    ) -> tuple[jax.Array, DeltaNetState | None]:
+        """``(out, state)`` of the call, after the state ``before``; None unless requested."""
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         options: Any = dict(self.options)
@@ -361,60 +383,37 @@ class GatedDeltaNet(nnx.Module):
         layer = gather_explicit(self)
         if inside:
             layer._check_local_heads()
+        tails = {}
 
-        def mixed(linear: nnx.LinearGeneral, taps: nnx.Param) -> jax.Array:
-            inputs = project(linear, x)
-            flat = inputs.reshape(*inputs.shape[:2], -1)
-            weight = taps[...].reshape(taps.shape[0], -1)
-            out = short_convolution(flat, weight, **options)
+        def mixed(name: str) -> jax.Array:
+            inputs, taps = project(getattr(layer, name), x), getattr(layer, f"{name}_conv")[...]
+            tail = None if before is None or len(taps) == 1 else getattr(before, name)
+            if tail is not None:
+                tail = tail.reshape(*tail.shape[:2], -1)
+            found = short_convolution(
+                inputs.reshape(*inputs.shape[:2], -1), taps.reshape(len(taps), -1),
+                initial_tail=tail, return_final_tail=return_state, **options,
+            )  # fmt: skip
+            out, tail = found if isinstance(found, tuple) else (found, None)
+            if tail is not None:
+                tails[name] = tail.reshape(*tail.shape[:2], *inputs.shape[2:])
             return jax.nn.silu(out).reshape(inputs.shape)
 
-        query = unit(mixed(layer.query, layer.query_conv))
-        key = unit(mixed(layer.key, layer.key_conv))
-        value = mixed(layer.value, layer.value_conv)
+        query, key, value = unit(mixed("query")), unit(mixed("key")), mixed("value")
         found = gated_delta_rule(
             query, key, value, *layer.gates(x), implementation=implementation,
+            initial_state=None if before is None else before.state,
             return_final_state=return_state, **options,
         )  # fmt: skip
-        out, state = found if isinstance(found, tuple) else (found, None)
-        return layer._output(out, x), state
+        if isinstance(found, tuple):
+            return layer._output(found[0], x), DeltaNetState(found[1], **tails)
+        return layer._output(found, x), None
 
     def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
         """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
-        gate = jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
-        gated = (self.norm(out.astype(jnp.float32)) * gate).astype(out.dtype)
+        gated = self.norm(out.astype(jnp.float32)) * self._output_gate(x)
         tensor_axis = dict(self.options)["tensor_axis"]
-        return project(self.out, gated, summed_over=tensor_axis)
-
-    def _last_tokens(
-        self, x: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """``x`` of each sequence's last W - 1 tokens, and whether these are of its last document.
-
-        ``[B, W - 1, D]`` and bool ``[B, W - 1]``, in natural order.
-        """
-        options, halo = dict(self.options), self.query_conv.shape[0] - 1
-        mesh, length = self._mesh(), x.shape[1]
-        shards = 1 if mesh is None else axes_size(mesh, options["seq_axis"])
-        order = parse_layout(options["layout"]).fixed_positions(length, shards)
-        index_of = np.argsort(order)
-        before = jnp.arange(-halo + 1, 1, dtype=jnp.int32)
-        if segment_ids is None:
-            wanted = jnp.broadcast_to(length - 1 + before, (x.shape[0], halo))
-            valid = wanted >= 0
-        else:
-            ids = segment_ids[:, index_of]
-            present = ids != options["padding_id"]
-            last = jnp.max(jnp.where(present, jnp.arange(length, dtype=jnp.int32), -1), axis=1)
-            wanted = last[:, None] + before
-            at = jnp.clip(wanted, 0, length - 1)
-            near, is_token = (jnp.take_along_axis(a, at, axis=1) for a in (ids, present))
-            same = (near == near[:, -1:]) & (wanted >= 0)
-            # No token of another document is between a token and the last one.
-            unbroken = jnp.cumprod(jnp.flip(same | ~is_token, 1).astype(jnp.int32), axis=1)
-            valid = same & is_token & (jnp.flip(unbroken, 1) > 0)
-        at = jnp.asarray(index_of, jnp.int32)[jnp.clip(wanted, 0, length - 1)]
-        return jnp.take_along_axis(x, at[..., None], axis=1), valid
+        return project(self.out, gated.astype(out.dtype), summed_over=tensor_axis)
 
     def _mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh of the arrays; None on one device."""
@@ -448,8 +447,8 @@ class GatedDeltaNet(nnx.Module):
         names, mesh = flat_names(options["tensor_axis"]), self._mesh()
         if mesh is not None and set(mesh.explicit_axes).intersection(names):
             raise NotImplementedError(
-                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: GatedDeltaNet "
-                "gathers its weights over Explicit axes; make the axis Auto "
+                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: "
+                f"{type(self).__name__} gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
 

@@ -15,13 +15,16 @@ from burst_jax.layouts.parse import LayoutLike
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import convolution, delta_rule
 from burst_jax.linear.arrays import (
+    CONVOLVED,
     DIMENSIONS,
     OUT,
     STATE,
     STEP,
+    TAIL,
     check_floats,
     check_rule,
     check_shapes,
+    check_tail,
     without_absent,
 )
 from burst_jax.linear.devices import Devices, Watched
@@ -30,8 +33,8 @@ from burst_jax.parallel.mesh import AxisNames
 from pallas_kernels.linear.choice import check as check_implementation
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments of :func:`gated_delta_rule`, for its overloads."""
+class _Shared(TypedDict, total=False):
+    """The keyword arguments that the functions of whole sequences share, for their overloads."""
 
     mesh: Mesh | AbstractMesh | None
     axis_name: AxisNames
@@ -39,10 +42,15 @@ class _Options(TypedDict, total=False):
     batch_axis: AxisNames
     tensor_axis: AxisNames
     layout: LayoutLike
-    scale: float | None
     segment_ids: jax.Array | None
     padding_id: int
     document_tables: DocumentTables | None
+
+
+class _Options(_Shared, total=False):
+    """Those of :func:`gated_delta_rule`."""
+
+    scale: float | None
     initial_state: jax.Array | None
     implementation: str | None
 
@@ -111,11 +119,13 @@ def gated_delta_rule(
     r"""Linear attention with the gated delta rule, over sequences that devices share.
 
     .. math::
-        S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, \qquad o_t = scale \cdot S_t^T q_t
+        S_t = (I - b_t k_t k_t^T) a_t S_{t-1} + b_t k_t v_t^T, \qquad o_t = scale \cdot S_t^T q_t
 
-    with :math:`a = \exp(log\_decay)` and :math:`b = beta` (Gated DeltaNet, arXiv 2412.06464). Each
-    device reduces its tokens to an affine map of the state, the devices exchange these maps, and
-    then each one scans its tokens: no token is sent, and no device waits for another one's scan.
+    with :math:`a = \exp(log\_decay)` and :math:`b = beta`. The decay :math:`a_t` is a number per
+    head (Gated DeltaNet, arXiv 2412.06464), or a diagonal matrix: a number per key channel (Kimi
+    Delta Attention, arXiv 2510.26692). Each device reduces its tokens to an affine map of the
+    state, the devices exchange these maps, and then each one scans its tokens: no token is sent,
+    and no device waits for another one's scan.
 
     Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values.
     Arrays with a T dimension are in the order of ``layout``.
@@ -125,7 +135,8 @@ def gated_delta_rule(
       key: ``[B, T, K, H]``, same dtype, each of norm 1 (the caller normalizes queries and keys).
         Value head h uses key head ``h // (N // K)``.
       value: ``[B, T, N, Hv]``, same dtype; N a multiple of K.
-      log_decay: ``[B, T, N]``, at most 0; float32 is best.
+      log_decay: ``[B, T, N]``, or ``[B, T, N, H]`` for a decay per key channel; at most 0, float32
+        is best.
       beta: ``[B, T, N]``, between 0 and 2.
       mesh: global arrays over this mesh; None is the mesh of ``jax.set_mesh``, and without one the
         arrays are one device's.
@@ -147,8 +158,8 @@ def gated_delta_rule(
         becomes NaN.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
-      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16 and
-        head dims 128; "xla"; or None for the fastest that supports the call.
+      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16, head
+        dims 128 and a decay per head; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with
@@ -159,8 +170,7 @@ def gated_delta_rule(
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
       NotImplementedError: a layout without long runs of tokens on a device (striped), an initial or
-        a final state in a balanced layout, a decay per key channel, or what the named
-        implementation does not support.
+        a final state in a balanced layout, or what the named implementation does not support.
     """
     Watched(
         mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id, scale,
@@ -211,7 +221,7 @@ def gated_delta_rule_step(
       query: ``[B, K, H]`` bfloat16, float16 or float32.
       key: ``[B, K, H]``, same dtype, each of norm 1.
       value: ``[B, N, Hv]``, same dtype; N a multiple of K.
-      log_decay: ``[B, N]``, at most 0.
+      log_decay: ``[B, N]`` or ``[B, N, H]``, at most 0.
       beta: ``[B, N]``, between 0 and 2.
       state: float32 ``[B, N, H, Hv]``, the state before the token.
       scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
@@ -221,7 +231,6 @@ def gated_delta_rule_step(
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
-      NotImplementedError: a decay per key channel.
     """
     arrays = {
         "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
@@ -236,10 +245,36 @@ def gated_delta_rule_step(
     def read(x: jax.Array, state: jax.Array) -> jax.Array:
         return jnp.einsum("bnk,bnkv->bnv", x, state, precision=lax.Precision.HIGHEST)
 
-    state = jnp.exp(decay)[..., None, None] * state
+    state = jnp.exp(decay).reshape(*b.shape, -1, 1) * state
     u = b[..., None] * (v - read(k, state))
     state = state + k[..., None] * u[..., None, :]
     return (scale * read(q, state)).astype(query.dtype), state
+
+
+class _ConvolutionOptions(_Shared, total=False):
+    """Those of :func:`short_convolution`."""
+
+    initial_tail: jax.Array | None
+
+
+@overload
+def short_convolution(  # pyrefly: ignore[inconsistent-overload]
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    return_final_tail: Literal[False] = False,
+    **options: Unpack[_ConvolutionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def short_convolution(  # pyrefly: ignore[inconsistent-overload]
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    return_final_tail: bool,
+    **options: Unpack[_ConvolutionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def short_convolution(
@@ -255,7 +290,9 @@ def short_convolution(
     segment_ids: jax.Array | None = None,
     padding_id: int = 0,
     document_tables: DocumentTables | None = None,
-) -> jax.Array:
+    initial_tail: jax.Array | None = None,
+    return_final_tail: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Causal depthwise convolution over the tokens of sequences that devices share.
 
     .. math::
@@ -280,21 +317,32 @@ def short_convolution(
       padding_id: the id of padding. Its output is 0, and it may hold anything. Default 0.
       document_tables: as in :func:`gated_delta_rule`. A balanced batch has no padding in documents:
         a tap reads the token that is so many places before in the document.
+      initial_tail: ``[B, W - 1, F]``, ``x`` of the tokens before each sequence's first one that is
+        no padding, which the first document continues; None is zeros.
+      return_final_tail: whether to return ``x`` of the last W - 1 tokens, too: the
+        ``initial_tail`` of the next ones. Default False.
 
     Returns:
-      ``[B, T, F]`` in the dtype of ``x``, accumulated in float32, and sharded like it.
+      ``[B, T, F]`` in the dtype of ``x``, accumulated in float32, and sharded like it; with
+      ``return_final_tail`` ``(y, tail)``, tail ``[B, W - 1, F]``, the same on all devices of a
+      sequence, and zero where a tap of the last document's next token reads zero.
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
-      NotImplementedError: a layout without long runs of tokens on a device (striped).
+      NotImplementedError: a layout without long runs of tokens on a device (striped); an initial or
+        a final tail in a balanced layout.
     """
     Watched(mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id).watch(
         "short_convolution", x, axis_name
     )
-    arrays = {"x": x, "weight": weight, "segment_ids": segment_ids}
-    arrays = without_absent(arrays, "segment_ids")
+    arrays = {
+        "x": x, "weight": weight, "segment_ids": segment_ids, "initial_tail": initial_tail,
+    }  # fmt: skip
+    arrays = without_absent(arrays, "segment_ids", "initial_tail")
     sizes = check_shapes(DIMENSIONS, arrays)
-    check_floats(arrays, ("x", "weight"))
+    check_tail(sizes)
+    check_floats(arrays, [name for name in arrays if name != "segment_ids"])
+    check_bool("return_final_tail", return_final_tail)
     padding_id = check_padding_id(padding_id)
     if segment_ids is not None:
         arrays["segment_ids"] = check_ids("segment_ids", segment_ids, padding_id)
@@ -302,7 +350,11 @@ def short_convolution(
         "short_convolution", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
         batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,
     )  # fmt: skip
-    request = convolution.Request(devices.runs(), padding_id)
+    tails = {"initial_tail": initial_tail is not None, "return_final_tail": return_final_tail}
+    check_no_states(devices, **tails)
+    request = convolution.Request(devices.runs(), padding_id, return_final_tail)
     devices.check_length(sizes["T"], "x")
     arrays |= run_arrays(devices, document_tables, arrays, sizes["B"])
-    return devices.run(convolution.in_shard, request, arrays, ("B T F",))[0]
+    results = (CONVOLVED, TAIL) if return_final_tail else (CONVOLVED,)
+    found = devices.run(convolution.in_shard, request, arrays, results)
+    return (found[0], found[1]) if return_final_tail else found[0]

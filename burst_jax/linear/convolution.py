@@ -29,16 +29,26 @@ from pallas_kernels.linear.chunks import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Everything static of a call. Hashable."""
+    """Everything static of a call. Hashable.
+
+    Attributes:
+      runs: how devices share sequences, or documents.
+      padding_id: the segment id of padding.
+      returns_tail: whether the tokens that the next ones would read are a result, too.
+    """
 
     runs: DeviceRuns | DocumentRuns
     padding_id: int
+    returns_tail: bool = False
 
 
 def in_shard(
     request: Request, arrays: Mapping[str, jax.Array], target: Target | None = None
-) -> tuple[jax.Array]:
-    """``[B, T, F]`` of one device's tokens; arguments as of the rule's ``in_shard``."""
+) -> tuple[jax.Array, ...]:
+    """``[B, T, F]`` of one device's tokens; arguments as of the rule's ``in_shard``.
+
+    With a tail before or after also ``[B, W - 1, F]``, the last tokens of all devices.
+    """
     del target
     runs = request.runs
     over = [lax.axis_index(name) for name in runs.axes]
@@ -50,8 +60,14 @@ def in_shard(
         tokens = tokens_of(runs, arrays["segment_ids"], request.padding_id)
         x = jnp.where(tokens.valid[..., None], x, jnp.zeros((), x.dtype))
     halo = weight.shape[0] - 1
-    with_halo = _with_halo(runs, (x, tokens), halo) if halo else (x, tokens)
-    return (runs.join(convolved(*with_halo, weight)),)
+    x, tokens = _with_halo(runs, (x, tokens), halo) if halo else (x, tokens)
+    if not (request.returns_tail or "initial_tail" in arrays):
+        return (runs.join(convolved(x, tokens, weight)),)
+    first, last = _ends(runs, tokens, (arrays["x"].shape[0], x.shape[1] - halo), halo)
+    if "initial_tail" in arrays:
+        x = _continued(runs, x, arrays["initial_tail"], first)
+    y = runs.join(convolved(x, tokens, weight))
+    return y, _tail(runs, x, tokens, last, halo)
 
 
 def _of_documents(
@@ -111,6 +127,73 @@ def convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Arr
             term = jnp.where(reaches[..., None], term, 0)
         total = total + term
     return total.astype(x.dtype)
+
+
+def _ends(
+    runs: DeviceRuns, tokens: Tokens | None, shape: tuple[int, int], halo: int
+) -> tuple[jax.Array, jax.Array]:
+    """The positions of each sequence's first and last token, int32 ``[B]``, for all devices.
+
+    In a sequence that is all padding the first one is the token after it, the last one its last.
+
+    Args:
+      runs: of all devices.
+      tokens: of this device's runs with their halos; None without padding.
+      shape: number of sequences, and of tokens of a run.
+      halo: number of tokens before each run.
+    """
+    total = runs.total * shape[1]
+    if tokens is None:
+        return jnp.zeros(shape[0], jnp.int32), jnp.full(shape[0], total - 1, jnp.int32)
+    valid, at = tokens.valid[:, halo:], _positions(runs, *shape)
+    first = runs.per_run(jnp.where(valid, at, total).min(1)).min(0)
+    last = runs.per_run(jnp.where(valid, at, -1).max(1)).max(0)
+    if runs.axes:
+        first, last = lax.pmin(first, runs.axes), lax.pmax(last, runs.axes)
+    return first, jnp.where(last < 0, total - 1, last)
+
+
+def _positions(runs: DeviceRuns, batch: int, length: int, halo: int = 0) -> jax.Array:
+    """Each token's position in its sequence, int32 ``[B * count, halo + length]``."""
+    starts = jnp.tile(runs.here() * length, batch)
+    return starts[:, None] + jnp.arange(-halo, length, dtype=jnp.int32)
+
+
+def _continued(
+    runs: DeviceRuns, x: jax.Array, initial_tail: jax.Array, first: jax.Array
+) -> jax.Array:
+    """Runs with their halos, in which the tail is in front of each sequence's first token.
+
+    There is padding, or the halo of the first run. It is read, and has no output.
+    """
+    batch, halo, _ = initial_tail.shape
+    at = _positions(runs, batch, x.shape[1] - halo, halo)
+    before = jnp.repeat(first, runs.count)[:, None] - at
+    tail = jnp.repeat(initial_tail.astype(x.dtype), runs.count, axis=0)
+    for distance in range(1, halo + 1):
+        own = tail[:, halo - distance, None]
+        x = jnp.where((before == distance)[..., None], own, x)
+    return x
+
+
+def _tail(
+    runs: DeviceRuns, x: jax.Array, tokens: Tokens | None, last: jax.Array, halo: int
+) -> jax.Array:
+    """``[B, W - 1, F]`` up to each sequence's last token, zeros where it reads none.
+
+    One run has them all: that of the last token, with its halo.
+    """
+    batch, length = last.shape[0], x.shape[1] - halo
+    own = jnp.repeat(last, runs.count) - _positions(runs, batch, length)[:, 0]
+    at = jnp.clip(own, 0, length - 1)[:, None] + jnp.arange(1, halo + 1, dtype=jnp.int32)
+    reads = jnp.broadcast_to(((own >= 0) & (own < length))[:, None], at.shape)
+    if tokens is not None:
+        # How many documents begin after each token, up to the last one.
+        begins = jnp.take_along_axis(tokens.begins, at, 1).astype(jnp.int32)
+        reads &= jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins
+    found = jnp.where(reads[..., None], jnp.take_along_axis(x, at[..., None], 1), 0)
+    found = runs.per_run(found).sum(0)
+    return lax.psum(found, runs.axes) if runs.axes else found
 
 
 def _with_halo[Tree](runs: DeviceRuns, tree: Tree, halo: int) -> Tree:

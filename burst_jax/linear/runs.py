@@ -72,7 +72,8 @@ class DeviceRuns:
 
     def per_run(self, x: jax.Array) -> jax.Array:
         """``[count, B, ...]`` of ``[B * count, ...]``."""
-        return jnp.moveaxis(x.reshape(-1, self.count, *x.shape[1:]), 1, 0)
+        batch = x.shape[0] // self.count
+        return jnp.moveaxis(x.reshape(batch, self.count, *x.shape[1:]), 1, 0)
 
     def in_batch(self, x: jax.Array) -> jax.Array:
         """Undoes :meth:`per_run`."""

@@ -127,9 +127,10 @@ class DecoderConfig:
         :class:`burst_jax.models.FeedForward`. Default: the gated MLP.
       experts: the experts of :class:`burst_jax.models.MixtureOfExperts`, or None for other
         feed-forwards.
-      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`): of those whose
-        kind has this mixer, or of all layers if ``layer_pattern`` is left out. A decoder without
-        softmax attention keeps the defaults of its fields. None is softmax attention alone.
+      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`), or of Kimi
+        Delta Attention (:class:`burst_jax.models.KimiDelta`): of those whose kind has this mixer,
+        or of all layers if ``layer_pattern`` is left out. A decoder without softmax attention keeps
+        the defaults of its fields. None is softmax attention alone.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -25,6 +26,9 @@ from burst_jax.models.remat import (
     Remat,
     keeps_mlp_products,
 )
+
+# (layer, x, segment ids) -> (out, aux).
+DeltaNetFn = Callable[[GatedDeltaNet, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
 class DecoderLayer(nnx.Module):
@@ -76,7 +80,7 @@ class DecoderLayer(nnx.Module):
             ]
             init_adapters(adapted, config.lora, rngs)
 
-    def with_blocks(self, attention: BurstAttention, mlp: Any) -> DecoderLayer:
+    def with_blocks(self, attention: BurstAttention | GatedDeltaNet, mlp: Any) -> DecoderLayer:
         """A copy with other blocks, such as those that they return for a decoding step."""
         layer = nnx.merge(*nnx.split(self))
         layer.attention, layer.mlp = attention, mlp
@@ -93,23 +97,28 @@ class DecoderLayer(nnx.Module):
         positions: jax.Array | None = None,
         document_tables: DocumentTables | None = None,
         *,
+        delta_net_fn: DeltaNetFn | None = None,
         remat: Remat,
     ) -> tuple[tuple[jax.Array, Any], Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
         ``rope`` and ``local_window_size`` are those of the layer's kind, which Gated DeltaNet does
         not read; ``attention_fn``, ``positions`` and ``document_tables`` those of
-        :meth:`burst_jax.BurstAttention.attend`.
+        :meth:`burst_jax.BurstAttention.attend`. ``delta_net_fn`` is called in place of
+        :meth:`burst_jax.GatedDeltaNet.mix`, with the layer, its input and ``segment_ids``.
 
         Returns:
           ``((x, sums), aux)``: the residual stream after the layer, the sums of
-          :meth:`burst_jax.models.FeedForward.with_sums`, and what ``attention_fn`` returned next to
-          its output, None without one.
+          :meth:`burst_jax.models.FeedForward.with_sums`, and what ``attention_fn`` or
+          ``delta_net_fn`` returned next to its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
         normed = x if self.attention_norm is None else self.attention_norm(x)
         if isinstance(self.attention, GatedDeltaNet):
-            attended, aux = self.attention.mix(normed, segment_ids, document_tables), None
+            if delta_net_fn is None:
+                attended, aux = self.attention.mix(normed, segment_ids, document_tables), None
+            else:
+                attended, aux = delta_net_fn(self.attention, normed, segment_ids)
         else:
             attended, aux = self.attention.attend(
                 normed,
@@ -175,13 +184,13 @@ def _attention(
 def _delta_net(
     config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
 ) -> GatedDeltaNet:
-    """Gated DeltaNet with those of the decoder's options that it has."""
+    """Linear attention with those of the decoder's options that it has."""
     assert config.delta_net is not None
     known: Any = {name: options[name] for name in OPTIONS if name in options}
     own: dict[str, Any] = dataclasses.asdict(config.delta_net)
     if own["norm_epsilon"] is None:
         own["norm_epsilon"] = config.norm_epsilon
-    return GatedDeltaNet(
+    return config.delta_net.layer(
         config.embed_dim,
         **own,
         dtype=config.dtype,

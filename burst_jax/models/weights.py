@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.layers.lora import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig, Mixer
-from burst_jax.models.delta_net import WEIGHT_AXES as DELTA_NET_AXES
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
@@ -58,8 +57,8 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     is_stacked = names[0] in STACKS.values()
     if is_mlp := is_stacked and names[1] == "mlp":
         table, key = config.feed_forward.weight_axes, names[2:]
-    if names[:2] == (STACKS["delta_net"], "attention"):
-        table, key = DELTA_NET_AXES, names[2:]
+    if names[:2] == (STACKS["delta_net"], "attention") and config.delta_net is not None:
+        table, key = config.delta_net.weight_axes, names[2:]
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from burst_jax.models.config import DecoderConfig
+from burst_jax.models.config import DecoderConfig, Mixer
 from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.experts.exchange import round_sizes, slots
 from burst_jax.models.feed_forward import GatedMLP
-from burst_jax.models.weights import logical_axes, name_of, weight_specs
+from burst_jax.models.weights import STACKS, logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
+from burst_jax.plan.delta_net import DeltaNetSizes
 from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.ring.ulysses import check_heads
 
@@ -38,7 +39,7 @@ class DeviceSizes:
     """One device's share of a training step.
 
     Attributes:
-      layers: number of layers.
+      mixers: the mixer of each layer.
       tokens: number of tokens, over all of its sequences.
       rows: number of these sequences.
       width: features of the residual stream.
@@ -53,20 +54,21 @@ class DeviceSizes:
       copies: number of experts that a token is sent to, k; 0 without experts.
       assigned: rows of the experts' arrays per token: k, or those of a round of exchange.
       sent: rows that a round sends per token, empty ones included; 0 without an exchange.
-      normed: features that one layer's norms read, in total.
+      delta_net: of a layer with Gated DeltaNet; None without such layers.
+      normed: features that one layer's norms read, in total, with softmax attention.
       post_normed: those of them that post-norms of attention and feed-forward read.
       vocab: its shard of the vocabulary.
       itemsize: bytes of an activation.
       param: bytes of a weight.
-      attention: the four projections of one layer, and norms of heads.
       mlp: the matrices of one layer's feed-forward, of all experts.
-      layer: all weights of one layer.
+      layer: all weights of one layer; in a hybrid of one of each kind, which are gathered together.
+      all_layers: all weights of all layers.
       embedding: the embedding.
       head: the output projection; the embedding again if they are tied.
       parts: all weights that the device stores.
     """
 
-    layers: int
+    mixers: tuple[Mixer, ...]
     tokens: int
     rows: int
     width: int
@@ -79,14 +81,15 @@ class DeviceSizes:
     copies: int
     assigned: float
     sent: float
+    delta_net: DeltaNetSizes | None
     normed: int
     post_normed: int
     vocab: int
     itemsize: int
     param: int
-    attention: Matrix
     mlp: Matrix
     layer: Matrix
+    all_layers: Matrix
     embedding: Matrix
     head: Matrix
     parts: int
@@ -97,9 +100,33 @@ class DeviceSizes:
         return self.hidden + (self.assigned - self.copies) * self.expert_hidden
 
     @property
-    def products(self) -> int:
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.mixers)
+
+    def out(self, mixer: Mixer) -> int:
+        """Features of the input of the mixer's output projection."""
+        return self.query if mixer == "attention" else self._of_delta_net.out
+
+    def projected(self, mixer: Mixer) -> int:
+        """Features that the mixer's input projections make of a token."""
+        of_attention = self.query + 2 * self.kv
+        return of_attention if mixer == "attention" else self._of_delta_net.projected
+
+    def products(self, mixer: Mixer) -> int:
         """Weights of one layer that are multiplied with each of the device's tokens."""
-        return 2 * self.width * (self.query + self.kv) + 3 * self.width * self.hidden
+        features = self.projected(mixer) + self.out(mixer)
+        return self.width * features + 3 * self.width * self.hidden
+
+    @property
+    def all_products(self) -> int:
+        """The same of all layers."""
+        return sum(map(self.products, self.mixers))
+
+    @property
+    def _of_delta_net(self) -> DeltaNetSizes:
+        assert self.delta_net is not None
+        return self.delta_net
 
 
 def device_sizes(
@@ -111,7 +138,8 @@ def device_sizes(
 
     Raises:
       ValueError: a weight or the batch is not divisible by the mesh.
-      NotImplementedError: a feed-forward other than GatedMLP and MixtureOfExperts.
+      NotImplementedError: a feed-forward other than GatedMLP and MixtureOfExperts; head dims of
+        Gated DeltaNet without kernels.
     """
     if config.feed_forward not in (GatedMLP, MixtureOfExperts):
         raise NotImplementedError(
@@ -122,13 +150,19 @@ def device_sizes(
     rules, mesh, tensor = strategy.weight_rules, strategy.abstract_mesh, strategy.tensor
     shared = experts.shared_dim if experts else 0
     copies = experts.per_token if experts else 0
-    sizes = {"num_heads": config.num_heads, "mlp_dim": config.mlp_dim, "shared_dim": shared}
+    sizes = {"mlp_dim": config.mlp_dim, "shared_dim": shared}
+    if has_attention := "attention" in config.mixers:
+        sizes["num_heads"] = config.num_heads
     for name, size in sizes.items():
         if size % tensor:
             raise ValueError(f"{name} is {size}: {tensor} devices do not divide it")
+    of_delta_net = None
+    if config.delta_net is not None:
+        of_delta_net = DeltaNetSizes.of(config.delta_net, strategy)
     ulysses = strategy.ulysses
     kv_heads = max(1, config.num_kv_heads // tensor)
-    check_heads(config.num_heads // tensor, kv_heads, ulysses, "the Ulysses axis")
+    if has_attention:
+        check_heads(config.num_heads // tensor, kv_heads, ulysses, "the Ulysses axis")
     more_axes = strategy.arguments.get("ulysses_axis") if strategy.weights == "sharded" else None
     specs = weight_specs(shapes, config, mesh, rules, more_axes=more_axes)
     whole: dict[str, int] = {}
@@ -144,11 +178,13 @@ def device_sizes(
         gathered = math.prod(mesh.shape[axis] for axis in axes if axis in names)
         whole[name] = saved * gathered
 
-    def matrix(start: str) -> Matrix:
+    def matrix(start: str, count: int = 1) -> Matrix:
         names = [name for name in part if name.startswith(start)]
-        layers = config.num_layers if start.startswith("layers") else 1
-        return Matrix(*(sum(found[n] for n in names) // layers for found in (whole, part)))
+        return Matrix(*(sum(found[n] for n in names) // count for found in (whole, part)))
 
+    stacks = {STACKS[mixer]: count for mixer, count in config.mixers.items()}
+    of_layers = [matrix(f"{stack}.", count) for stack, count in stacks.items()]
+    stack, count = next(iter(stacks.items()))
     rows = batch // strategy.rows
     head_features = config.head_dim
     query = config.num_heads // tensor * head_features
@@ -161,7 +197,7 @@ def device_sizes(
         assigned, sent = (devices * x / tokens for x in (first, slots(tokens, first)))
     post_normed = 0 if config.norms_of("attention") == "before" else 2 * config.embed_dim
     return DeviceSizes(
-        layers=config.num_layers,
+        mixers=tuple(kind.mixer for kind in config.layer_kinds),
         tokens=tokens,
         rows=rows,
         width=config.embed_dim,
@@ -173,16 +209,22 @@ def device_sizes(
         copies=copies,
         assigned=assigned,
         sent=sent,
+        delta_net=of_delta_net,
         expert_hidden=config.mlp_dim // tensor,
         normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
         post_normed=post_normed,
         vocab=config.vocab_size // tensor,
         itemsize=jnp.dtype(config.dtype).itemsize,
         param=jnp.dtype(config.param_dtype).itemsize,
-        attention=matrix("layers.attention."),
-        mlp=matrix("layers.mlp."),
-        layer=matrix("layers."),
+        mlp=matrix(f"{stack}.mlp.", count),
+        layer=_sum(of_layers, [1] * len(of_layers)),
+        all_layers=_sum(of_layers, list(stacks.values())),
         embedding=matrix("embedding"),
         head=matrix("embedding" if config.tie_embeddings else "head."),
         parts=sum(part.values()),
     )
+
+
+def _sum(matrices: list[Matrix], counts: list[int]) -> Matrix:
+    pairs = list(zip(matrices, counts, strict=True))
+    return Matrix(sum(n * x.whole for x, n in pairs), sum(n * x.part for x, n in pairs))

@@ -8,7 +8,7 @@ from typing import Any
 from burst_jax.models.config import DecoderConfig
 from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.hardware import Cluster
-from burst_jax.plan.step_time import attention_of, evaluation_seconds
+from burst_jax.plan.step_time import evaluation_seconds, mixer_of
 from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.training.evaluation import evaluation_memory
 
@@ -64,7 +64,7 @@ def final_evaluation(
     one = TrainingStrategy("replicated", 1, (1,), 1, "contiguous", "attention")
     sizes = device_sizes(config, shapes, one, length=length, batch=batch)
     of_kind = {
-        kind: attention_of(config, kind, alone, one, length=length, rows=batch)
+        kind: mixer_of(config, kind, alone, one, sizes, length=length)
         for kind in dict.fromkeys(config.layer_kinds)
     }
     attentions = [of_kind[kind] for kind in config.layer_kinds]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from burst_jax.errors import did_you_mean
 from burst_jax.layers.rope import Llama3Rope, YarnRope
-from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts
+from burst_jax.models import DecoderConfig, DeltaNet, Experts, LayerKind, MixtureOfExperts
 
 _SIZES = (
     "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
@@ -29,6 +29,13 @@ _GPT_OSS = (
     }
     | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 )
+# Its full layers have an output gate, 0.1 of 80 billion weights, that is not counted.
+_QWEN_3_NEXT = {
+    "rope_theta": 1e7,
+    "layer_pattern": (*[LayerKind(mixer="delta_net")] * 3, LayerKind()),
+    "delta_net": DeltaNet(32, 16, 128, 128),
+    "experts": Experts(512, 10, shared_dim=512),
+}
 # Sizes, max_position_embeddings, and what differs from DecoderConfig's defaults.
 SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "gpt-oss-20b": ((24, 2880, 64, 8, 64, 2880, 201088), 131072, _GPT_OSS),
@@ -44,6 +51,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "qwen-2.5-7b": ((28, 3584, 28, 4, 128, 18944, 152064), 131072, _QWEN_2_5),
     "qwen-3-8b": ((36, 4096, 32, 8, 128, 12288, 151936), 40960, {"rope_theta": 1e6}),
     "qwen-3-30b-a3b": ((48, 2048, 32, 4, 128, 768, 151936), 40960, _QWEN_3_MOE),
+    "qwen-3-next-80b-a3b": ((48, 2048, 16, 2, 256, 512, 151936), 262144, _QWEN_3_NEXT),
 }  # fmt: skip
 
 

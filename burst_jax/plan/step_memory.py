@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 
+from burst_jax.models.config import Mixer
 from burst_jax.models.remat import Remat
 from burst_jax.plan.cost_model import temp_bytes
 from burst_jax.plan.device_sizes import DeviceSizes
 from burst_jax.plan.training_strategy import TrainingStrategy
 from burst_jax.training.loss import CHUNK_SIZE
 
+# Numbers of arrays of the size of v, and of q and k together, that Gated DeltaNet's layers have: at
+# the peak of their backward pass, by whether it recomputes; recomputed ahead of the backward pass
+# of the feed-forward (_ahead), by whether devices share a sequence; and saved without remat, next
+# to what the kernels keep: the convolutions' inputs, the results of SiLU and norms, and the float32
+# arrays of the gated norm.
+_PEAK = {True: (15.2, 5.0), False: (9.0, 3.0)}
+_AHEAD = {True: (6.9, 3.1), False: (4.5, 2.4)}
+_SAVED = (23.0, 9.0)
+# Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
+# scan runs again.
+_FUSED, _AHEAD_FULL = -2.9, 4.0
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
@@ -30,7 +42,7 @@ class StepMemory:
       activations: saved for the backward pass by all layers, on the device.
       gradients: of its shards of the layers' weights and of the head's.
       work: temporaries of the phase that needs most, in addition to these.
-      phase: that phase: "attention", "feed-forward", "loss" or "optimizer".
+      phase: that phase: "attention", "delta_net", "feed-forward", "loss" or "optimizer".
       host: in host memory: activations and moments.
     """
 
@@ -50,24 +62,33 @@ class StepMemory:
         return arguments + self.activations + self.gradients + self.work
 
 
-def saved_bytes(sizes: DeviceSizes, remat: Remat) -> int:
-    """Bytes that one layer saves for its backward pass, on the device or on the host."""
+def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) -> int:
+    """Bytes that one layer saves for its backward pass, on the device or on the host.
+
+    ``kernels`` are those of :class:`burst_jax.plan.Gpu`.
+    """
     s = sizes
-    lse = 4 * s.heads
-    features = {
-        "full": s.width,
-        "attention": s.width + s.query,
-        "offload": s.width + s.query,
-        "half": s.width + s.query / 2,
-        "selective": 2 * s.width + s.post_normed + s.query + 2 * s.held_hidden,
+    # Out of softmax attention and its lse; of Gated DeltaNet out, states, and of the chunks.
+    out = s.tokens * (s.itemsize * s.query + 4 * s.heads)
+    if mixer == "delta_net":
+        assert s.delta_net is not None
+        out = s.tokens * s.delta_net.kept_bytes(kernels) + s.delta_net.state_bytes(s.rows)
+    share = {"full": 0, "half": 1 / 2}.get(remat, 1)
+    features = s.width
+    if remat == "selective":
+        features = 2 * s.width + s.post_normed + 2 * s.held_hidden
+    if remat == "none":
         # Norms save three float32 arrays each; then the inputs of attention and feed-forward, q, k,
-        # v, out, and the hidden features.
-        "none": 3 * 4 / s.itemsize * s.normed
-        + 2 * (s.width + s.query + s.kv + s.held_hidden)
-        + s.assigned * s.width,
-    }[remat]
-    rows = {"full": 0, "half": lse / 2}.get(remat, lse)
-    return int(s.tokens * (features * s.itemsize + rows))
+        # v, and the hidden features.
+        features = 2 * s.width + 2 * s.held_hidden + s.assigned * s.width
+        if mixer == "attention":
+            features += 3 * 4 / s.itemsize * s.normed + s.query + 2 * s.kv
+        else:
+            features += 3 * 4 / s.itemsize * (2 * s.width + s.post_normed)
+    size = s.tokens * features * s.itemsize + share * out
+    if remat == "none" and mixer == "delta_net":
+        size += _of_delta_net(s, _SAVED)
+    return int(size)
 
 
 def step_memory(
@@ -84,19 +105,25 @@ def step_memory(
     ``moment_size`` the bytes of one optimizer moment of a weight.
     """
     s, p = sizes, sizes.param
-    remats = strategy.remats(s.layers)
-    saved = {remat: count * saved_bytes(s, remat) for remat, count in remats.items()}
-    offloaded = saved.pop("offload", 0)
+    remats = strategy.remats(s.mixers)
+    saved: dict[Remat, int] = {}
+    for (remat, mixer), count in remats.items():
+        each = count * saved_bytes(s, remat, mixer, kernels)
+        saved[remat] = saved.get(remat, 0) + each
+    offloaded = saved.get("offload", 0)
     moments = 2 * moment_size * s.parts
     # Live in the whole backward pass: the scan over layers writes each gradient into the stack.
-    gradients = p * (s.layers * s.layer.part + s.head.part)
+    gradients = p * (s.all_layers.part + s.head.part)
     on_device, phases = 0, {}
-    for remat in remats:
+    for remat, size in saved.items():
         # The backward pass starts with the last layers, and has freed what they saved before it
         # reaches those with another remat.
-        on_device += saved.get(remat, 0)
-        for name, work in _backward(sizes, strategy, remat, rotation, kernels).items():
-            phases[name] = max(phases.get(name, 0), work + on_device + gradients)
+        on_device += 0 if remat == "offload" else size
+        for mixer in dict.fromkeys(s.mixers):
+            if (remat, mixer) not in remats:
+                continue
+            for name, work in _backward(s, strategy, remat, mixer, rotation, kernels).items():
+                phases[name] = max(phases.get(name, 0), work + on_device + gradients)
     phases["loss"] = on_device + _loss(sizes)
     # The embedding's gradient, in two memory layouts.
     phases["optimizer"] = gradients + 8 * s.embedding.whole + s.tokens * s.width * s.itemsize
@@ -114,11 +141,16 @@ def step_memory(
 
 
 def _backward(
-    s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, rotation: str, kernels: str
+    s: DeviceSizes,
+    strategy: TrainingStrategy,
+    remat: Remat,
+    mixer: Mixer,
+    rotation: str,
+    kernels: str,
 ) -> dict[str, float]:
     """Bytes of one layer's backward pass, by its two halves."""
     features = s.tokens * s.itemsize
-    one, query, kv = features * s.width, features * s.query, features * 2 * s.kv
+    one, out = features * s.width, features * s.out(mixer)
     sharded = strategy.weights == "sharded" and strategy.rows * strategy.token_devices > 1
     # The layer's gathered weights, or the next layer's: they replace each other one by one.
     gathered = s.itemsize * s.layer.whole
@@ -128,19 +160,13 @@ def _backward(
     # XLA does not place them where the layer's own weights were.
     gathers_experts = sharded and s.copies and s.mlp.whole > s.mlp.part
     gradients = 2 * s.itemsize * s.mlp.whole if gathers_experts else 0
-    ring = temp_bytes(
-        kernels,
-        rotation,
-        passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
-        steps=strategy.seq,
-        ulysses=strategy.ulysses > 1,
-        q=query,
-        kv=features * 2 * s.attended_kv,
-    )
     # The copy that was fetched from the host.
     fetched = one if remat == "offload" else 0
-    # Gradient of the residual stream and the normed input; q, out and its gradient; k, v.
-    attention = 2 * one + 3 * query + 2 * kv + ring
+    # Gradient of the residual stream and the normed input, and what the mixer needs.
+    if mixer == "attention":
+        of_mixer = 2 * one + _of_attention(s, strategy, rotation, kernels)
+    else:
+        of_mixer = 2 * one + _peak(s, remat, kernels)
     hidden = features * s.held_hidden / strategy.mlp_chunks
     # Gate, up, and the gradients of the hidden features and of gate or up. Saved products are read
     # in place, and their inputs are not recomputed.
@@ -156,12 +182,59 @@ def _backward(
         states += 4 * (s.tokens * s.width + s.mlp.whole)
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
-        states += 3 * one / strategy.mlp_chunks + kv
+        states += 3 * one / strategy.mlp_chunks
+        states += features * 2 * s.kv if mixer == "attention" else out
         products += 4 * s.mlp.whole * 4 / 3
+    if mixer == "delta_net" and not saved:
+        states += _ahead(s, strategy, remat, kernels)
     return {
-        "attention": fetched + attention + gathered + summed + gradients,
-        "feed-forward": fetched + states + query + products + gathered,
+        mixer: fetched + of_mixer + gathered + summed + gradients,
+        "feed-forward": fetched + states + out + products + gathered,
     }
+
+
+def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, kernels: str) -> float:
+    """Bytes of q, out and its gradient, k, v, and the ring's temporaries."""
+    features = s.tokens * s.itemsize
+    query, kv = features * s.query, features * 2 * s.kv
+    ring = temp_bytes(
+        kernels,
+        rotation,
+        passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
+        steps=strategy.seq,
+        ulysses=strategy.ulysses > 1,
+        q=query,
+        kv=features * 2 * s.attended_kv,
+    )
+    return 3 * query + 2 * kv + ring
+
+
+def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
+    """Bytes of so many arrays of the size of v, and of q and k together."""
+    d = s.delta_net
+    assert d is not None
+    of_values, of_keys = arrays
+    features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
+    return s.tokens * s.itemsize * features
+
+
+def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:
+    """Bytes of Gated DeltaNet at the peak of its backward pass."""
+    recomputes = remat != "none"
+    values, keys = _PEAK[recomputes]
+    values += _FUSED if recomputes and kernels == "fused" else 0
+    return _of_delta_net(s, (values, keys))
+
+
+def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: str) -> float:
+    """Bytes of Gated DeltaNet that are recomputed before the feed-forward's backward pass."""
+    values, keys = _AHEAD[strategy.seq > 1]
+    values += _FUSED if kernels == "fused" else 0
+    if remat != "full":
+        return _of_delta_net(s, (values, keys))
+    assert s.delta_net is not None
+    kept = s.tokens * s.delta_net.kept_bytes(kernels)
+    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys))
 
 
 def _loss(s: DeviceSizes) -> float:

@@ -1,5 +1,7 @@
 """Time of a training step: attention, matmuls, memory-bound operations and communication.
 
+Attention here is what a layer has between its projections, Gated DeltaNet included.
+
 A step is the sum of its parts. Communication counts where it is exposed: ring steps overlap with
 their kernels, the gathers of a layer's weights with the layer before, and all-reduces over the
 tensor axis with nothing.
@@ -10,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 
 from burst_jax.attention.shardings import check_lengths
-from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.layouts.parse import parse_layout
+from burst_jax.models.config import DecoderConfig, LayerKind, Mixer
 from burst_jax.models.remat import Remat
+from burst_jax.plan import delta_net
 from burst_jax.plan.cost_model import AttentionShape, CostModel, Estimate
 from burst_jax.plan.device_sizes import DeviceSizes
 from burst_jax.plan.hardware import Cluster
@@ -32,12 +36,16 @@ _UPDATE_BYTES = 24
 _OVERLAP = 0.5
 
 
+MixerEstimate = Estimate | delta_net.DeltaNetEstimate
+
+
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
     """Seconds of one step on the busiest device; ``total`` is their sum.
 
     Attributes:
-      attention: forward and backward pass of all layers.
+      attention: forward and backward pass of all layers, the ring's exposed communication and
+        Gated DeltaNet's exchanges included.
       matmuls: of all layers, attention excluded.
       recomputed: recomputation in the backward pass, attention included.
       loss: the head's three matmuls, and the memory traffic of logits.
@@ -90,11 +98,34 @@ def attention_of(
     return min(found, key=lambda each: each.backward_bytes)
 
 
+def mixer_of(
+    config: DecoderConfig,
+    kind: LayerKind,
+    cluster: Cluster,
+    strategy: TrainingStrategy,
+    sizes: DeviceSizes,
+    *,
+    length: int,
+) -> MixerEstimate:
+    """One layer's attention, or Gated DeltaNet, by the layer's kind; ``sizes`` are the device's.
+
+    Raises:
+      ValueError: the strategy cannot shard the length.
+    """
+    if kind.mixer == "attention":
+        return attention_of(config, kind, cluster, strategy, length=length, rows=sizes.rows)
+    assert sizes.delta_net is not None
+    parse_layout(strategy.layout).check_length(length, strategy.seq, "length")
+    return delta_net.estimate(
+        sizes.delta_net, cluster, strategy, tokens=sizes.tokens, rows=sizes.rows
+    )
+
+
 def step_seconds(
     sizes: DeviceSizes,
     strategy: TrainingStrategy,
     cluster: Cluster,
-    attentions: list[Estimate],
+    attentions: list[MixerEstimate],
     *,
     first_half: float,
     moment_size: int,
@@ -104,15 +135,15 @@ def step_seconds(
     ``attentions`` are those of all layers, ``first_half`` is the forward time of them all over the
     first half of each sequence, ``moment_size`` the bytes of one optimizer moment of a weight.
     """
-    s, gpu, remats = sizes, cluster.gpu, strategy.remats(sizes.layers)
+    s, gpu, remats = sizes, cluster.gpu, strategy.remats(sizes.mixers)
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
     bandwidth = 1e9 * gpu.bandwidth
     forward = sum(each.forward_seconds for each in attentions)
     backward = sum(each.backward_seconds for each in attentions)
     again = {"full": forward, "half": first_half}.get(strategy.remat, 0.0)
 
-    matmuls = s.layers * 2 * s.tokens * s.products / rate
-    weights_again = sum(count * _recomputed_weights(s, remat) for remat, count in remats.items())
+    matmuls = 2 * s.tokens * s.all_products / rate
+    weights_again = sum(count * _recomputed_weights(s, *each) for each, count in remats.items())
     matmuls_again = 2 * s.tokens * weights_again / rate
     head = 3 * 2 * s.tokens * s.width * s.vocab / rate
     chunks = -(-s.tokens // CHUNK_SIZE)
@@ -140,12 +171,14 @@ def step_seconds(
     )
 
 
-def evaluation_seconds(sizes: DeviceSizes, cluster: Cluster, attentions: list[Estimate]) -> float:
+def evaluation_seconds(
+    sizes: DeviceSizes, cluster: Cluster, attentions: list[MixerEstimate]
+) -> float:
     """The time to evaluate a batch: a forward pass, whose communication counts as overlapped."""
     s, gpu = sizes, cluster.gpu
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
     bandwidth = 1e9 * gpu.bandwidth
-    products = 2 * s.tokens * (s.layers * s.products + s.width * s.vocab) / rate
+    products = 2 * s.tokens * (s.all_products + s.width * s.vocab) / rate
     # Logits are written and read once.
     logits = s.tokens * s.vocab * _LOGIT_BYTES / 2 / bandwidth
     attention = sum(each.forward_seconds for each in attentions)
@@ -161,15 +194,15 @@ def _passes(s: DeviceSizes, bandwidth: float) -> dict[str, float]:
     return {name: features * (count + sorts) for name, count in _PASSES.items()}
 
 
-def _recomputed_weights(s: DeviceSizes, remat: Remat) -> int:
+def _recomputed_weights(s: DeviceSizes, remat: Remat, mixer: Mixer) -> int:
     """Weights of a layer whose matmuls the backward pass recomputes.
 
     The product with Wdown is not needed again.
     """
     if remat == "none":
         return 0
-    projections = s.width * (s.query + 2 * s.kv)
-    return projections if remat == "selective" else s.products - s.width * s.hidden
+    projections = s.width * s.projected(mixer)
+    return projections if remat == "selective" else s.products(mixer) - s.width * s.hidden
 
 
 def _exposed_weights(
@@ -187,11 +220,12 @@ def _exposed_weights(
     outside = s.embedding.whole + (s.head.whole if s.head != s.embedding else 0)
     if strategy.weights == "replicated":
         # An all-reduce is a reduce-scatter and an all-gather, both in float32.
-        exposed = max(0.0, s.layers * 8 * s.layer.whole * share / rate - _OVERLAP * back)
+        exposed = max(0.0, 8 * s.all_layers.whole * share / rate - _OVERLAP * back)
         return exposed + 8 * outside * share / rate
-    gather, scatter = (s.layer.whole * size * share / rate for size in (s.itemsize, 4))
-    exposed = max(0.0, s.layers * gather - _OVERLAP * ahead)
-    exposed += max(0.0, s.layers * (gather + scatter) - _OVERLAP * back)
+    gathers, scatters = (s.all_layers.whole * size * share / rate for size in (s.itemsize, 4))
+    exposed = max(0.0, gathers - _OVERLAP * ahead)
+    exposed += max(0.0, gathers + scatters - _OVERLAP * back)
+    gather = s.layer.whole * s.itemsize * share / rate
     # The first gathers of each pass, and those of embedding and head, are exposed.
     return exposed + 2 * gather + (s.itemsize + 4) * outside * share / rate
 
@@ -202,8 +236,8 @@ def _tensor_sums(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -
         return 0.0
     # Two per direction and layer, attention's again where it is recomputed, one of the embeddings
     # and one of the head's gradient.
-    remats = strategy.remats(s.layers)
-    again = sum(count for remat, count in remats.items() if remat not in ("none", "selective"))
+    remats = strategy.remats(s.mixers)
+    again = sum(count for (remat, _), count in remats.items() if remat not in ("none", "selective"))
     sums = 4 * s.layers + again + 2
     size = 2 * (strategy.tensor - 1) / strategy.tensor * s.tokens * s.width * s.itemsize
     return sums * size / (1e9 * cluster.exchange_link)
@@ -215,8 +249,8 @@ def _exchanges(s: DeviceSizes, strategy: TrainingStrategy, cluster: Cluster) -> 
     if n == 1:
         return 0.0
     # Tokens and results, their gradients, and tokens again where a layer is recomputed.
-    remats = strategy.remats(s.layers)
-    count = 4 * s.layers + sum(layers for remat, layers in remats.items() if remat != "none")
+    remats = strategy.remats(s.mixers)
+    count = 4 * s.layers + sum(layers for (remat, _), layers in remats.items() if remat != "none")
     size = s.sent * s.tokens * s.width * s.itemsize
     seconds = (n - 1) / n * size / (1e9 * cluster.exchange_link)
     hosts = -(-n * strategy.tensor // cluster.gpus)
@@ -236,10 +270,11 @@ def _exposed_host_copies(
     """Exposed seconds of the copies to host memory and back."""
     speed, seconds = 1e9 * cluster.gpu.host_copy, 0.0
     if strategy.remat == "offload":
-        copy = s.layers * saved_bytes(s, "offload") / speed
+        saved = [saved_bytes(s, "offload", mixer, cluster.gpu.kernels) for mixer in s.mixers]
+        copy = sum(saved) / speed
         # Forward, a layer's copies overlap with the next layer. Backward, XLA fetches them during
         # the last matmul of the layer before.
-        overlap = s.layers * 2 * s.tokens * s.width * s.query / rate
+        overlap = 2 * s.tokens * s.width * sum(map(s.out, s.mixers)) / rate
         seconds += max(0.0, copy - ahead) + max(0.0, copy - overlap)
     if strategy.moments == "host":
         seconds += 2 * 2 * moment_size * s.parts / speed

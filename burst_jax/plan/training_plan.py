@@ -190,7 +190,6 @@ class TrainingPlan:
         """
         cluster, config, best = self.cluster, self.config, self.best
         gpu = cluster.gpu
-        heads = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}"
         meshes = _firsts(self.estimates, lambda each: each.strategy.name)
         fit = [each for each in meshes if self.fits(each)]
         shown = list(self.estimates) if show_all else fit or meshes[:5]
@@ -210,7 +209,8 @@ class TrainingPlan:
             f"{cluster.hosts} x {cluster.gpus} {gpu.name}, {gpu.memory:g} GiB each, "
             f"{cluster.link:g} GB/s within a host, {cluster.host_link:g} to another host; rates: "
             f"{gpu.source}",
-            f"{config.num_layers} layers of {config.embed_dim}, {heads}, {_feed_forward(config)}, "
+            f"{config.num_layers} layers of {config.embed_dim}, {_mixers(config)}, "
+            f"{_feed_forward(config)}, "
             f"vocabulary {config.vocab_size:,}; {jnp.dtype(config.dtype).name}, weights "
             f"{jnp.dtype(config.param_dtype).name}, moments {self.moment_dtype}",
             f"{self.batch} x {self.length:,} tokens per step; s is of a step, all else per GPU",
@@ -393,6 +393,23 @@ _HEADING = (
 _DIFFERENCES = (
     "mesh {}", "{} weights", "{} layout", "remat {}", "mlp chunks {}", "moments on the {}",
 )  # fmt: skip
+
+
+def _mixers(config: DecoderConfig) -> str:
+    """The heads of attention, and of Gated DeltaNet."""
+    heads, sizes = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}", []
+    delta_net = config.delta_net
+    if delta_net is None:
+        return heads
+    if count := config.mixers.get("attention"):
+        sizes.append(f"{count} with {heads}")
+    return ", ".join(
+        [
+            *sizes,
+            f"{config.mixers['delta_net']} with Gated DeltaNet of {delta_net.num_heads}/"
+            f"{delta_net.num_key_heads} heads x {delta_net.head_dim}",
+        ]
+    )
 
 
 def _feed_forward(config: DecoderConfig) -> str:

@@ -20,10 +20,11 @@ from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.cost_model import Estimate
+from burst_jax.plan.delta_net import obstacle
 from burst_jax.plan.device_sizes import DeviceSizes, device_sizes
 from burst_jax.plan.hardware import Cluster, Gpu, cluster_of
 from burst_jax.plan.step_memory import StepMemory, step_memory
-from burst_jax.plan.step_time import attention_of, evaluation_seconds, step_seconds
+from burst_jax.plan.step_time import MixerEstimate, evaluation_seconds, mixer_of, step_seconds
 from burst_jax.plan.training_plan import StepEstimate, TrainingPlan, fits, surely_fits
 from burst_jax.plan.training_strategy import TrainingStrategy, Weights
 from burst_jax.training.adam import Moments
@@ -71,7 +72,8 @@ def training(
       its mesh and its arguments for ``init_train_state``.
 
     Raises:
-      NotImplementedError: the decoder has LoRA adapters, which are trained without the weights.
+      NotImplementedError: the decoder has LoRA adapters, which are trained without the weights; or
+        Gated DeltaNet with head dims other than 128, which has no kernels.
       ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments,
         not a ``DecoderConfig``, or no possible strategy.
     """
@@ -79,11 +81,6 @@ def training(
         raise ValueError(
             f"config is a {type(config).__name__}: it must be a DecoderConfig, like "
             "burst_jax.models.load_config(folder)"
-        )
-    if config.delta_net is not None:
-        raise NotImplementedError(
-            f"config.delta_net is {config.delta_net}: the planner knows no costs of Gated DeltaNet "
-            "layers yet; it plans decoders with softmax attention"
         )
     if config.lora is not None:
         raise NotImplementedError(
@@ -104,9 +101,12 @@ def training(
 
     shapes = _shapes_of(config, next(_meshes(cluster, 1)).abstract_mesh)
     estimates, left_out = [], []
-    # Of an attention, which does not depend on what else a mesh shards.
-    attentions: dict[Any, Estimate] = {}
+    # Of an attention or Gated DeltaNet, which do not depend on what else a mesh shards.
+    attentions: dict[Any, MixerEstimate] = {}
     for mesh in _with_expert_axes(config, _meshes(cluster, batch)):
+        if config.delta_net is not None and (found := obstacle(mesh)) is not None:
+            left_out += [] if found in left_out else [found]
+            continue
         try:
             sizes = device_sizes(config, shapes, mesh, length=length, batch=batch)
             search = _Search(
@@ -192,7 +192,7 @@ class _Search:
       moment_size: bytes of one optimizer moment of a weight.
       mesh: the mesh and the layout.
       sizes: one device's share of the step.
-      attentions: estimates of one layer's attention, shared with the other meshes.
+      attentions: estimates of one layer's attention or Gated DeltaNet, shared with other meshes.
     """
 
     config: DecoderConfig
@@ -202,14 +202,16 @@ class _Search:
     moment_size: int
     mesh: TrainingStrategy
     sizes: DeviceSizes
-    attentions: dict[Any, Estimate]
+    attentions: dict[Any, MixerEstimate]
 
     def estimates(self, places: tuple[Moments, ...]) -> list[StepEstimate]:
         """An estimate for each remat and place of the moments."""
         found = []
         for remat in get_args(Remat):
             layout = parse_layout(self.mesh.layout)
-            if remat == "half" and layout.lacks_first_half(self.mesh.seq) is not None:
+            # Half-sequence remat is that of softmax attention.
+            half = self.config.delta_net is None and layout.lacks_first_half(self.mesh.seq) is None
+            if remat == "half" and not half:
                 continue
             for moments in places:
                 strategy = dataclasses.replace(self.mesh, remat=remat, moments=moments)
@@ -219,14 +221,14 @@ class _Search:
         return found
 
     @functools.cached_property
-    def _attention(self) -> dict[LayerKind, Estimate]:
-        """One layer's attention, by the kind of the layer."""
+    def _attention(self) -> dict[LayerKind, MixerEstimate]:
+        """One layer's attention or Gated DeltaNet, by the kind of the layer."""
         mesh, rows, found = self.mesh, self.sizes.rows, {}
         for kind in dict.fromkeys(self.config.layer_kinds):
             key = kind, rows, mesh.attention, mesh.layout, mesh.tensor
             if key not in self.attentions:
-                self.attentions[key] = attention_of(
-                    self.config, kind, self.cluster, mesh, length=self.length, rows=rows
+                self.attentions[key] = mixer_of(
+                    self.config, kind, self.cluster, mesh, self.sizes, length=self.length
                 )
             found[kind] = self.attentions[key]
         return found
@@ -288,7 +290,8 @@ class _Search:
     def _chunked(self, strategy: TrainingStrategy) -> Iterator[tuple[TrainingStrategy, StepMemory]]:
         """Every possible number of chunks of the feed-forward, fewest first, and its memory."""
         tokens = self.length // strategy.token_devices
-        rotation = next(iter(self._attention.values())).backward
+        found = [each for each in self._attention.values() if isinstance(each, Estimate)]
+        rotation = found[0].backward if found else "rotate_kv"  # Of no ring.
         kernels = self.cluster.gpu.kernels
         chunks = _MLP_CHUNKS if self.config.feed_forward.chunks_tokens else (1,)
         if self.config.experts is not None and strategy.remat in ("none", "selective"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, AxisType
 
+from burst_jax.models.config import Mixer
 from burst_jax.models.remat import Remat, remat_of_layers
 from burst_jax.parallel.rules import ShardingRules
 from burst_jax.plan.cost_model import Strategy
@@ -139,6 +141,10 @@ class TrainingStrategy:
         inside = min(self.token_devices, cluster.gpus // self.tensor)
         return Cluster(gpu, self.token_devices // inside, inside, cluster.host_link)
 
-    def remats(self, layers: int) -> dict[Remat, int]:
-        """The number of layers with each remat, in the order of the layers."""
-        return dict(Counter(remat_of_layers(self.remat, self.remat_layers, layers)))
+    def remats(self, mixers: Sequence[Mixer]) -> dict[tuple[Remat, Mixer], int]:
+        """The number of layers with each remat and mixer, in the order of the layers.
+
+        ``mixers`` are those of all layers.
+        """
+        of_layers = remat_of_layers(self.remat, self.remat_layers, len(mixers))
+        return dict(Counter(zip(of_layers, mixers, strict=True)))

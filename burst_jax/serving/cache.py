@@ -1,4 +1,4 @@
-"""The KV cache, sharded over the devices that share a sequence.
+"""The cache of a batch: keys and values, sharded over the devices of a sequence, or states.
 
 A cache position is an index along a batch of left-padded sequences, as ``cache_position`` in
 transformers. Sequences of different lengths are aligned at their ends, so the next token of every
@@ -14,6 +14,9 @@ tokens are distributed round-robin, so that the cache grows evenly::
 
 Layers with a window keep its cache positions in a ring buffer, where a cache position determines
 device and slot.
+
+Layers with Gated DeltaNet have no slots: their state has a fixed size
+(:class:`burst_jax.layers.gated_delta_net.DeltaNetState`), and every device of a sequence has it.
 """
 
 from __future__ import annotations
@@ -78,20 +81,30 @@ class SlotMetadata:
     present: jax.Array
 
 
+class KeyValues(NamedTuple):
+    """Keys and values of a layer.
+
+    Attributes:
+      keys: ``[B, C, K, H]``, C the slots of all devices together.
+      values: ``[B, C, K, Hv]``.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of all layers.
+    """What all layers keep.
 
     Attributes:
-      keys: for each layer ``[B, C, K, H]``, C the slots of all devices together.
-      values: for each layer ``[B, C, K, Hv]``.
+      layers: of each layer :class:`KeyValues`, or with Gated DeltaNet the ``DeltaNetState``.
       slots: metadata for each distinct capacity (``Steps.capacities``).
       lengths: int32 ``[B]``, number of tokens of each sequence.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    layers: tuple[Any, ...]
     slots: tuple[SlotMetadata, ...]
     lengths: jax.Array
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from burst_jax.errors import check_integer, check_seed
@@ -52,6 +51,9 @@ class Generator:
     Its keys and values stay on the devices that computed them. For each generated token, every
     device attends to its shard of the cache, with one all-gather of partial results per layer.
 
+    Layers with Gated DeltaNet scan the prompt over the devices. They keep a state of fixed size,
+    which each device of a sequence has and updates for every token.
+
     With a :class:`burst_jax.models.DynamicRope` keys keep the rotation that they were written with,
     as in transformers.
 
@@ -85,7 +87,7 @@ class Generator:
       ValueError: a number below 1, a ``max_length`` above 2**29, a batch that the mesh does not
         divide, a model with LoRA adapters, ``split_weights`` without rules, or a cache larger than
         the free memory of the devices, or of the host for CPU devices.
-      NotImplementedError: a model with a pipeline.
+      NotImplementedError: a model with a pipeline; Gated DeltaNet layers in a striped layout.
     """
 
     def __init__(
@@ -123,19 +125,13 @@ class Generator:
         padding = chunks * (self._step(-(-self.max_length // chunks)) + 1)
         length = self.max_length + padding + self._devices
         self._steps = Steps(served, self.batch, length)
-        config, tensor = (
-            served.config,
-            axes_size(served.shardings.mesh, served.shardings.tensor_axes),
-        )
-        slots = sum(self._steps.capacities[i].slots for i in self._steps.capacity_of)
-        each = 2 * served.heads // tensor * config.head_dim * jnp.dtype(config.dtype).itemsize
-        self.cache_bytes = self.batch // shards * slots * each
+        self.cache_bytes = self._steps.layer_bytes
         self._check_memory()
         # None after the failure of a program that it was donated to.
         self._cache: Cache | None = self._steps.allocate()
         self._filled = FillState()
         self._lengths = np.zeros(self.batch, np.int64)
-        # Slots per device of layers without a window; None if all have windows.
+        # Slots per device of layers without a window; None if there are no such layers.
         self._full_slots = next(
             (x.slots for x in self._steps.capacities if not x.is_ring_buffer), None
         )
@@ -258,7 +254,7 @@ class Generator:
             tokens[row, total - len(ids) :] = ids
             present[row, total - len(ids) :] = 1
         order = positions(self._layout, chunk, self._shards)
-        spec = self._steps.specs.slots[0].present
+        spec = self._steps.token_spec
         logits: Any = None
         filled, shard, lengths = self._filled, chunk // self._devices, [len(ids) for ids in rows]
         cache_was_empty, padding = filled.next_position == 0, total - longest
@@ -300,9 +296,10 @@ class Generator:
 
     def _reach(self, slots: int) -> int:
         """Number of slots that prefill reads, rounded up so that few programs are compiled."""
-        most = slots if self._full_slots is None else self._full_slots
+        if self._full_slots is None:  # Other layers read their whole cache.
+            return 1
         step = max(16, 2 ** max(0, math.ceil(math.log2(slots)) - 2))
-        return min(most, -(-slots // step) * step)
+        return min(self._full_slots, -(-slots // step) * step)
 
     def _decode(self, tokens: jax.Array, running: np.ndarray) -> jax.Array:
         """Writes one token per sequence to the cache; returns the logits of the next.
@@ -346,7 +343,7 @@ class Generator:
                 "generate without extend first"
             )
         lengths = [len(ids) for ids in rows]
-        has_windows = any(window is not None for window in self._steps.model.windows)
+        has_windows = self._steps.model.has_windows
         if extend and has_windows and (len(set(lengths)) > 1 or self._filled.holes):
             raise NotImplementedError(
                 "extend is True, the model has windows, and sequences would have padding inside, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.layers.gated_delta_net import DeltaNetState, GatedDeltaNet
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
+from burst_jax.layouts.parse import layout_option
+from burst_jax.linear.runs import device_runs
+from burst_jax.models.config import LayerKind, Mixer
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.decoder_layer import DecoderLayer
 from burst_jax.models.shardings import embed
@@ -36,8 +40,11 @@ _SUPPORTED = (
     "implementation", "backward", "deterministic", "dropout_rate",
 )  # fmt: skip
 
-# (index of the layer, query, key, value, axis, options) -> (out, the cache's (keys, values)).
-Attend = Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]
+# The argument of a layer for what it calls, by its mixer.
+_ARGUMENTS: dict[Mixer, str] = {"attention": "attention_fn", "delta_net": "delta_net_fn"}
+# What a layer calls, with its index first: with softmax attention (query, key, value, axis,
+# **options), with Gated DeltaNet (layer, x, segment ids). It returns (out, the layer's cache).
+Mix = Callable[..., tuple[jax.Array, Any]]
 
 
 class ServedModel:
@@ -59,11 +66,6 @@ class ServedModel:
     """
 
     def __init__(self, model: Decoder, shard: bool = False) -> None:
-        if model.config.delta_net is not None:
-            raise NotImplementedError(
-                f"config.delta_net is {model.config.delta_net}: serving has no cache for Gated "
-                "DeltaNet layers yet; decode with GatedDeltaNet.prefill and step"
-            )
         if model.config.lora is not None:
             raise ValueError(
                 "the model has LoRA adapters: merge them first, by "
@@ -83,9 +85,14 @@ class ServedModel:
                 f"the model's rules have a stage axis, {self.shardings.stage_axis!r}: serving does "
                 "not support pipelines; load the model with stage=None"
             )
+        if self.config.delta_net is not None:
+            devices = axes_size(self.shardings.mesh, self.shardings.token_axes)
+            device_runs(layout_option(model.options), (), devices, "Generator")
         # With one device on the sequence axes there is nothing to shard.
         self.sharded = shard and axes_size(self.shardings.mesh, self.shardings.token_axes) > 1
-        self._layer, _ = nnx.split(model.layers)
+        self._layers = {
+            mixer: nnx.split(getattr(model, STACKS[mixer]))[0] for mixer in self.config.mixers
+        }
         self._norm, _ = nnx.split(model.final_norm)
         self.weights: dict[str, Any] = {}
         self.specs: dict[str, Any] = {}
@@ -94,7 +101,7 @@ class ServedModel:
 
     def _place(self, state: nnx.State, has_head: bool) -> None:
         """Copies the decoder's weights with the shardings of serving."""
-        mesh, count = mesh_with_devices(self.shardings.mesh), self.config.num_layers
+        mesh = mesh_with_devices(self.shardings.mesh)
         specs = jax.tree_util.tree_map_with_path(
             lambda path, spec: serving_spec(path, spec, self.shardings, self.sharded),
             self.shardings.weight_specs(state),
@@ -104,30 +111,17 @@ class ServedModel:
         def placed(weight: jax.Array, spec: P) -> jax.Array:
             return _placed(self.config.dtype, NamedSharding(mesh, spec))(weight)
 
-        def unstacked(path: tuple[Any, ...], stack: jax.Array, spec: P) -> list[jax.Array]:
-            widths = hidden_padding(path, stack.shape, self.shardings) if self.sharded else None
-            sharding = NamedSharding(mesh, spec)
-            return _unstacked(self.config.dtype, sharding, count, widths)(stack)
-
-        layers = state["layers"]
-        layer_specs = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"], is_leaf=_is_spec)
-        stacks = jax.tree_util.tree_leaves_with_path({"layers": layers})
-        of_layers = jax.tree.leaves(layer_specs, is_leaf=_is_spec)
-        per_layer = {
-            name_of(path): unstacked(path, stack, spec)
-            for (path, stack), spec in zip(stacks, of_layers, strict=True)
+        of_mixer = {
+            mixer: jax.tree.map(lambda spec: P(*spec[1:]), specs[STACKS[mixer]], is_leaf=_is_spec)
+            for mixer in self.config.mixers
         }
-        if self._fuses_qkv:
-            names = [f"layers.attention.{name}.kernel" for name in NAMES]
-            spec = of_layers[list(per_layer).index(names[0])]
-            kernels = zip(*(per_layer[name] for name in names), strict=True)
-            fused = zip(*(fuse(each, mesh, spec) for each in kernels), strict=True)
-            per_layer |= dict(zip(names, map(list, fused), strict=True))
-        structure = jax.tree.structure(layers)
-        self.weights["layers"] = [
-            jax.tree.unflatten(structure, each) for each in zip(*per_layer.values(), strict=True)
-        ]
-        self.specs["layers"] = [layer_specs] * count
+        layers = {
+            mixer: iter(self._unstacked(mixer, state[STACKS[mixer]], of_mixer[mixer], mesh))
+            for mixer in self.config.mixers
+        }
+        mixers = [kind.mixer for kind in self.config.layer_kinds]
+        self.weights["layers"] = [next(layers[mixer]) for mixer in mixers]
+        self.specs["layers"] = [of_mixer[mixer] for mixer in mixers]
         self.weights["final_norm"] = jax.tree.map(placed, state["final_norm"], specs["final_norm"])
         self.specs["final_norm"] = specs["final_norm"]
         matrices: dict[str, Any] = {"embedding": (state["embedding"], specs["embedding"])}
@@ -136,6 +130,40 @@ class ServedModel:
         for name, (matrix, spec) in matrices.items():
             self.specs[name] = spec.get_value()
             self.weights[name] = placed(matrix[...], self.specs[name])
+
+    def _unstacked(self, mixer: Mixer, stack: Any, specs: Any, mesh: Mesh) -> list[Any]:
+        """The weights of each layer of a stack, with these specs."""
+        count, name = self.config.mixers[mixer], STACKS[mixer]
+
+        def unstacked(path: tuple[Any, ...], weight: jax.Array, spec: P) -> list[jax.Array]:
+            widths = hidden_padding(path, weight.shape, self.shardings) if self.sharded else None
+            # Taps are multiplied in float32, as in the decoder.
+            taps = name_of(path).endswith("_conv")
+            dtype = weight.dtype if taps else self.config.dtype
+            return _unstacked(dtype, NamedSharding(mesh, spec), count, widths)(weight)
+
+        weights = jax.tree_util.tree_leaves_with_path({name: stack})
+        of_weights = jax.tree.leaves(specs, is_leaf=_is_spec)
+        per_layer = {
+            name_of(path): unstacked(path, weight, spec)
+            for (path, weight), spec in zip(weights, of_weights, strict=True)
+        }
+        if mixer == "attention" and self._fuses_qkv:
+            names = [f"{name}.attention.{each}.kernel" for each in NAMES]
+            spec = of_weights[list(per_layer).index(names[0])]
+            kernels = zip(*(per_layer[each] for each in names), strict=True)
+            fused = zip(*(fuse(each, mesh, spec) for each in kernels), strict=True)
+            per_layer |= dict(zip(names, map(list, fused), strict=True))
+        structure = jax.tree.structure(stack)
+        return [
+            jax.tree.unflatten(structure, each) for each in zip(*per_layer.values(), strict=True)
+        ]
+
+    def initial_state(self, index: int, batch: int) -> DeltaNetState:
+        """The shapes of the state of a layer with Gated DeltaNet, ``jax.ShapeDtypeStruct`` each."""
+        mixer, weights = self.config.layer_kinds[index].mixer, self.weights["layers"][index]
+        layer: GatedDeltaNet = nnx.merge(self._layers[mixer], weights).attention
+        return jax.eval_shape(partial(layer.initial_state, batch, self.config.dtype))
 
     def unflatten(self, leaves: list[Any]) -> dict[str, Any]:
         """Arrays, or anything else, in the order of ``leaves``, as ``weights`` has them."""
@@ -156,9 +184,9 @@ class ServedModel:
         return self.shardings.batch_axes or None, self.shardings.token_axes or None
 
     @property
-    def windows(self) -> list[int | None]:
-        """The window of each layer."""
-        return [kind.window for kind in self.config.layer_kinds]
+    def has_windows(self) -> bool:
+        """Whether a layer has a window."""
+        return any(kind.window is not None for kind in self.config.layer_kinds)
 
     @property
     def heads(self) -> int:
@@ -174,9 +202,9 @@ class ServedModel:
         positions: jax.Array,
         length: jax.Array,
         present: jax.Array | None,
-        attend: Attend,
+        mix: Mapping[Mixer, Mix],
         gather: bool,
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    ) -> tuple[jax.Array, list[Any]]:
         """One device's hidden states after the final norm, inside a ``shard_map``.
 
         Args:
@@ -185,12 +213,12 @@ class ServedModel:
           positions: int32 ``[B, T]``, in each sequence.
           length: int32 scalar, tokens of the longest sequence of the batch, these included.
           present: int32 ``[B, T]``, 0 for padding, or None.
-          attend: each layer's attention.
+          mix: what layers call in place of attention or Gated DeltaNet.
           gather: whether devices have different tokens, so that sharded weights are gathered, one
             layer ahead. Otherwise all have the same tokens, and compute with their shards.
 
         Returns:
-          ``(hidden [B, T, D], each layer's keys and values in the cache)``.
+          ``(hidden [B, T, D], each layer's cache)``.
         """
         config, axes, token_axes = (
             self.config,
@@ -213,28 +241,28 @@ class ServedModel:
             return found if gather else lax.optimization_barrier(found)
 
         ropes = dict.fromkeys(config.layer_ropes)
-        tables: dict[Rope | None, RopeTable] = {rope: table_of(rope) for rope in ropes}
+        tables = {rope: table_of(rope) for rope in ropes}
         stored = []
         layers, specs = list(weights["layers"]), self.specs["layers"]
         for index, kind in enumerate(config.layer_kinds):
             if self.sharded and gather:
                 if index == 0:
-                    layers[0] = self._gathered_layer(layers[0], specs[0])
+                    layers[0] = self._gathered_layer(kind, layers[0], specs[0])
                 if index + 1 < len(layers):
                     # Not before this layer starts: two layers' weights are gathered at a time.
                     after, x = lax.optimization_barrier((layers[index + 1], x))
-                    layers[index + 1] = self._gathered_layer(after, specs[index + 1])
-            layer = self._served(layers[index], tokens.size, gather)
-            fn = partial(attend, index)
-            (x, _), key_value = layer(
-                x, tables[kind.rope], present, kind.local_window_size, fn, remat="none"
-            )
-            stored.append(key_value)
+                    following = config.layer_kinds[index + 1], after, specs[index + 1]
+                    layers[index + 1] = self._gathered_layer(*following)
+            layer = self._served(kind, layers[index], tokens.size, gather)
+            rope = None if kind.rope is None else tables[kind.rope]
+            fn: Any = {_ARGUMENTS[kind.mixer]: partial(mix[kind.mixer], index)}
+            (x, _), of_layer = layer(x, rope, present, kind.local_window_size, **fn, remat="none")
+            stored.append(of_layer)
         return nnx.merge(self._norm, weights["final_norm"])(x), stored
 
-    def _served(self, weights: Any, tokens: int, gather: bool) -> DecoderLayer:
+    def _served(self, kind: LayerKind, weights: Any, tokens: int, gather: bool) -> DecoderLayer:
         """A layer of these weights, for a prompt or for a decoding step; see :meth:`hidden`."""
-        layer, shardings = nnx.merge(self._layer, weights), self.shardings
+        layer, shardings = nnx.merge(self._layers[kind.mixer], weights), self.shardings
         attention, mlp = layer.attention, layer.mlp
         if not gather:
             same = tuple(n for n in shardings.expert_axes if n in shardings.token_axes)
@@ -244,7 +272,7 @@ class ServedModel:
             attention = with_sharded_projections(attention, shardings.token_axes)
         elif not gather and tokens == 1:
             attention = with_one_row_output(attention)
-        if self._fuses_qkv:
+        if kind.mixer == "attention" and self._fuses_qkv:
             heads = self.config.num_heads // axes_size(shardings.mesh, shardings.tensor_axes)
             attention = with_fused_qkv(attention, heads, fuse_norms=not gather)
         return layer.with_blocks(attention, mlp)
@@ -253,9 +281,9 @@ class ServedModel:
         """Weights all-gathered over the sequence axes."""
         return gather_weights(weights, specs, over=(), keep=self.shardings.tensor_axes)
 
-    def _gathered_layer(self, weights: Any, specs: Any) -> Any:
+    def _gathered_layer(self, kind: LayerKind, weights: Any, specs: Any) -> Any:
         """The same for one layer's weights; experts are not gathered over their own axes."""
-        stack = STACKS["attention"]
+        stack = STACKS[kind.mixer]
         return jax.tree_util.tree_map_with_path(
             lambda path, weight, spec: gather_weights(
                 weight, spec, over=(), keep=self.shardings.kept_axes(path)

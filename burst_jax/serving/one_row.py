@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from burst_jax.layers.gated_delta_net import GatedDeltaNet
 from burst_jax.layers.nnx_layer import BurstAttention
 from pallas_kernels.grouped import few_rows_product, supports_few_rows
 from pallas_kernels.grouped_products import Slots
@@ -20,13 +21,13 @@ from pallas_kernels.grouped_products import Slots
 _LARGE = 10_000_000
 
 
-def with_one_row_output(attention: BurstAttention) -> BurstAttention:
-    """Attention with another output projection, if its kernel is better for one token."""
-    kernel = attention.out.kernel[...]
+def with_one_row_output[Layer: (BurstAttention, GatedDeltaNet)](mixer: Layer) -> Layer:
+    """A layer with another output projection, if its kernel is better for one token."""
+    kernel = mixer.out.kernel[...]
     matrix = kernel.reshape(1, -1, kernel.shape[-1])
     if kernel.size < _LARGE and supports_few_rows(1, matrix):
-        return attention.with_projections(out=_Outputs(attention.out))
-    return attention
+        return mixer.with_projections(out=_Outputs(mixer.out))
+    return mixer
 
 
 class _Outputs(nnx.Module):

@@ -5,8 +5,8 @@ weights. With sharded weights each device reads its shard, and activations are s
 arXiv 2507.07120). D features, N query heads, M hidden features, n devices::
 
     weight              shard               its product         communication
-    query, key, value,  [D/n, heads, H]     partial sum         all-reduce of [B, T, heads, H]
-    output gate
+    query, key, value   [D/n, heads, H]     partial sum         all-reduce of [B, T, heads, H]
+    gates, decays       [D/n, ...]          partial sum         all-reduce of [B, T, ...]
     out                 [N, H, D/n]         D/n features        all-gather of [B, T, D]
     gate, up            [D, M/n]            M/n features        none
     down                [M/n, D]            partial sum         all-reduce of [B, T, D]
@@ -32,6 +32,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from burst_jax.layers.gated_delta_net import GatedDeltaNet
 from burst_jax.layers.nnx_layer import BurstAttention
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.models.weights import logical_axes
@@ -81,19 +82,19 @@ def hidden_axes(shardings: DecoderShardings, axes: LogicalAxes = ()) -> tuple[st
     return tuple(n for n in found if "expert" not in axes or n not in shardings.expert_axes)
 
 
-def with_sharded_projections(attention: BurstAttention, axes: tuple[str, ...]) -> BurstAttention:
-    """Attention that computes with its device's shard of the weights, inside a ``shard_map``.
+def with_sharded_projections[Layer: (BurstAttention, GatedDeltaNet)](
+    mixer: Layer, axes: tuple[str, ...]
+) -> Layer:
+    """A layer that computes with its device's shard of the weights, inside a ``shard_map``.
 
     ``axes`` are those of the tokens, which shard the features of the residual stream.
     """
-    gate = attention.output_gate
-    return attention.with_projections(
-        output_gate=None if gate is None else _ShardedInputs(gate, axes),
-        query=_ShardedInputs(attention.query, axes),
-        key=_ShardedInputs(attention.key, axes),
-        value=_ShardedInputs(attention.value, axes),
-        out=_ShardedOutputs(attention.out, axes),
-    )
+    projections: Any = {
+        name: (_ShardedOutputs if name == "out" else _ShardedInputs)(linear, axes)
+        for name, linear in vars(mixer).items()
+        if isinstance(linear, nnx.LinearGeneral)
+    }
+    return mixer.with_projections(**projections)
 
 
 class _ShardedProjection(nnx.Module):
@@ -106,13 +107,13 @@ class _ShardedProjection(nnx.Module):
 
 
 class _ShardedInputs(_ShardedProjection):
-    """``x W`` with ``W [D/n, heads, H]``, all-reduced."""
+    """``x W`` with ``W [D/n, ...]``, all-reduced."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, T, D]`` to ``[B, T, heads, H]``; without the bias."""
+        """``[B, T, D]`` to ``[B, T, ...]``; without the bias."""
         x = local_shard(x, self.axes).astype(self.dtype)
         kernel = self.kernel[...].astype(self.dtype)
-        terms = jnp.einsum("btd,dnh->btnh", x, kernel, preferred_element_type=jnp.float32)
+        terms = jnp.einsum("btd,d...->bt...", x, kernel, preferred_element_type=jnp.float32)
         return lax.psum(terms, self.axes).astype(self.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from burst_jax.attention.api import ring_attention
+from burst_jax.layers.gated_delta_net import DeltaNetState, GatedDeltaNet
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.cache import (
     EMPTY,
     Cache,
     CacheCapacity,
+    KeyValues,
     PromptPosition,
     SlotMetadata,
     TokenPosition,
@@ -25,15 +27,8 @@ from burst_jax.serving.cache import (
 )
 from burst_jax.serving.decode_attention import decode_attention
 from burst_jax.serving.model import ServedModel
+from burst_jax.serving.prompt_attention import Chunk, Slots, prompt_attention
 
-# Options that a layer passes for attention over whole sequences; replaced if the cache is read.
-_SEQUENCE_OPTIONS = (
-    "layout",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "is_causal",
-    "local_window_size",
-)
 # Options of a layer that decoding reads.
 _SCORE_OPTIONS = ("scale", "logits_soft_cap", "sink_logits", "implementation")
 
@@ -42,8 +37,8 @@ class Steps:
     """The programs of one model and one cache size.
 
     Attributes:
-      capacities: the distinct capacities of the layers.
-      capacity_of: for each layer the index of its capacity.
+      capacities: the distinct capacities of the layers with keys and values.
+      capacity_of: the index of the capacity of each of these layers, by the layer's index.
       specs: a :class:`Cache` with the ``PartitionSpec`` of each of its arrays.
       prefill: :meth:`_prefill`, compiled.
       decode: :meth:`_decode`, compiled.
@@ -55,30 +50,66 @@ class Steps:
         self.axes = model.shardings.token_axes
         self.devices = axes_size(self.mesh, self.axes)
         self.capacities: list[CacheCapacity] = []
-        self.capacity_of: list[int] = []
-        for window in model.windows:
-            capacity = CacheCapacity.of(window, length, self.devices)
+        self.capacity_of: dict[int, int] = {}
+        for index, kind in enumerate(model.config.layer_kinds):
+            if kind.mixer != "attention":
+                continue
+            capacity = CacheCapacity.of(kind.window, length, self.devices)
             if capacity not in self.capacities:
                 self.capacities.append(capacity)
-            self.capacity_of.append(self.capacities.index(capacity))
+            self.capacity_of[index] = self.capacities.index(capacity)
         batch_axes, token_axes = model.data_axes
-        heads: Any = P(batch_axes, token_axes, model.shardings.tensor_axes or None)
+        tensor_axes = model.shardings.tensor_axes or None
+        heads: Any = P(batch_axes, token_axes, tensor_axes)
+        # Every device of a sequence has its heads' states, and the taps' inputs of their features.
+        state: Any = P(batch_axes, tensor_axes)
+        tail: Any = P(batch_axes, None, tensor_axes)
+        of_mixer = {
+            "attention": KeyValues(heads, heads),
+            "delta_net": DeltaNetState(state, tail, tail, tail),
+        }
         slots: Any = P(token_axes), P(batch_axes, token_axes)
         lengths: Any = P(batch_axes)
-        arrays = (heads,) * len(self.capacity_of)
         self.specs: Any = Cache(
-            arrays, arrays, (SlotMetadata(*slots),) * len(self.capacities), lengths
+            tuple(of_mixer[kind.mixer] for kind in model.config.layer_kinds),
+            (SlotMetadata(*slots),) * len(self.capacities),
+            lengths,
         )
         self.prefill = jax.jit(self._prefill, static_argnums=0, donate_argnums=2)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
+    @property
+    def token_spec(self) -> P:
+        """The spec of ``[B, T]``."""
+        return P(*self.model.data_axes)
+
+    @property
+    def _layer_shapes(self) -> tuple[Any, ...]:
+        """What each layer keeps, with a ``jax.ShapeDtypeStruct`` for each array."""
+        config, model = self.model.config, self.model
+
+        def of_layer(index: int) -> KeyValues | DeltaNetState:
+            if index not in self.capacity_of:
+                return model.initial_state(index, self.batch)
+            slots = self.capacities[self.capacity_of[index]].slots * self.devices
+            shape = self.batch, slots, model.heads, config.head_dim
+            each: Any = jax.ShapeDtypeStruct(shape, config.dtype)
+            return KeyValues(each, each)
+
+        return tuple(map(of_layer, range(config.num_layers)))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of what all layers keep, on each device."""
+        arrays = jax.tree.leaves(self._layer_shapes), jax.tree.leaves(self.specs.layers)
+        return sum(
+            math.prod(NamedSharding(self.mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+            for x, spec in zip(*arrays, strict=True)
+        )
+
     def allocate(self) -> Cache:
         """An empty cache."""
-        config, batch, model = self.model.config, self.batch, self.model
-
-        def zeros(number: int) -> jax.Array:
-            slots = self.capacities[number].slots * self.devices
-            return jnp.zeros((batch, slots, model.heads, config.head_dim), config.dtype)
+        batch = self.batch
 
         def empty_slots(capacity: CacheCapacity) -> SlotMetadata:
             slots = capacity.slots * self.devices
@@ -86,9 +117,9 @@ class Steps:
             return SlotMetadata(positions, jnp.zeros((batch, slots), jnp.int32))
 
         def empty() -> Cache:
-            keys, values = (tuple(map(zeros, self.capacity_of)) for _ in range(2))
+            layers = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._layer_shapes)
             slots = tuple(map(empty_slots, self.capacities))
-            return Cache(keys, values, slots, jnp.zeros((batch,), jnp.int32))
+            return Cache(layers, slots, jnp.zeros((batch,), jnp.int32))
 
         shardings = jax.tree.map(partial(NamedSharding, self.mesh), self.specs)
         return jax.jit(empty, out_shardings=shardings)()
@@ -148,6 +179,7 @@ class Steps:
                 return write_ring_buffer(capacity, old, new, cache_positions, ends, self.axes)
             return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), position.used, 1)
 
+        chunk = Chunk(cache_positions, present)
         slots = [
             SlotMetadata(
                 write(capacity, old.cache_positions[None], cache_positions[None])[0],
@@ -163,41 +195,28 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            number = self.capacity_of[index]
-            capacity = self.capacities[number]
-            old = cache.keys[index], cache.values[index]
-            keys, values = write(capacity, old[0], key), write(capacity, old[1], value)
-            if reach == 0:
-                return ring_attention(query, key, value, axis, **options), (keys, values)
-            if capacity.is_ring_buffer:
-                key, value = jnp.concatenate([old[0], key], 1), jnp.concatenate([old[1], value], 1)
-                before = cache.slots[number]
-                at = jnp.concatenate([before.cache_positions, cache_positions])
-                ids = jnp.concatenate([before.present, present], 1)
-            else:
-                key, value = keys[:, :reach], values[:, :reach]
-                at, ids = slots[number].cache_positions[:reach], slots[number].present[:, :reach]
-            for name in _SEQUENCE_OPTIONS:
-                options.pop(name, None)
-            window = self.model.windows[index]
-            out = ring_attention(
-                query, key, value, axis, is_causal=True,
-                local_window_size=None if window is None else (window - 1, 0),
-                query_positions=cache_positions, key_value_positions=at,
-                query_segment_ids=present, key_value_segment_ids=ids, **options,
-            )  # fmt: skip
-            return out, (keys, values)
+        ) -> tuple[jax.Array, KeyValues]:
+            number, old = self.capacity_of[index], cache.layers[index]
+            capacity, window = self.capacities[number], self.model.config.layer_kinds[index].window
+            new = KeyValues(*(write(capacity, *x) for x in zip(old, (key, value), strict=True)))
+            of_layer = Slots(capacity, window, reach, cache.slots[number], slots[number])
+            given = query, KeyValues(key, value), axis, chunk, of_layer, old, new
+            return prompt_attention(*given, **options), new
 
-        hidden, stored = self.model.hidden(
-            weights, tokens, positions, position.longest, present, attend, gather=True
-        )
+        def recur(
+            index: int, layer: GatedDeltaNet, x: jax.Array, present: jax.Array | None
+        ) -> tuple[jax.Array, DeltaNetState]:
+            return layer.prefill(x, present, cache.layers[index])
+
+        hidden, layers = self.model.hidden(
+            weights, tokens, positions, position.longest, present,
+            {"attention": attend, "delta_net": recur}, gather=True,
+        )  # fmt: skip
         index = jnp.argmax(cache_positions == last)
         mine = (cache_positions[index] == last).astype(hidden.dtype)
         last_hidden = _total(hidden[:, index] * mine, self.axes)
         logits = self._gather_batch(self.model.logits(weights, last_hidden))
-        keys, values = zip(*stored, strict=True)
-        return Cache(keys, values, tuple(slots), lengths), logits
+        return Cache(tuple(layers), tuple(slots), lengths), logits
 
     def _decode(self, weights: Any, cache: Cache, *arrays: Any) -> tuple[Cache, jax.Array]:
         """Writes one token per sequence to the cache.
@@ -249,34 +268,43 @@ class Steps:
             value: jax.Array,
             axis: Any,
             **options: Any,
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        ) -> tuple[jax.Array, KeyValues]:
             del axis
-            number = self.capacity_of[index]
+            number, old = self.capacity_of[index], cache.layers[index]
             device, slot = targets[number]
-            keys = write_token(cache.keys[index], key[:, 0], slot, device == me)
-            values = write_token(cache.values[index], value[:, 0], slot, device == me)
+            new = KeyValues(
+                *(
+                    write_token(x, token[:, 0], slot, device == me)
+                    for x, token in zip(old, (key, value), strict=True)
+                )
+            )
             capacity = self.capacities[number]
             out = decode_attention(
-                query, keys, values, slots[number], position.cache_position,
+                query, *new, slots[number], position.cache_position,
                 jnp.int32(capacity.slots) if capacity.is_ring_buffer else position.slot + 1,
-                self.axes, window=self.model.windows[index], **{name: options.get(name) for name in
-                _SCORE_OPTIONS},
+                self.axes, window=self.model.config.layer_kinds[index].window,
+                **{name: options.get(name) for name in _SCORE_OPTIONS},
             )  # fmt: skip
-            return out, (keys, values)
+            return out, new
 
-        hidden, stored = self.model.hidden(
-            weights,
-            tokens[:, None],
-            cache.lengths[:, None],
-            position.longest,
-            None,
-            attend,
-            gather=False,
-        )
+        def recur(
+            index: int, layer: GatedDeltaNet, x: jax.Array, _: None
+        ) -> tuple[jax.Array, DeltaNetState]:
+            before = cache.layers[index]
+            out, after = layer.step(x[:, 0], before)
+
+            def stored(new: jax.Array, old: jax.Array) -> jax.Array:
+                """Of a sequence that has ended the state before its token."""
+                return jnp.where(lax.expand_dims(present > 0, range(1, new.ndim)), new, old)
+
+            return out[:, None], jax.tree.map(stored, after, before)
+
+        hidden, layers = self.model.hidden(
+            weights, tokens[:, None], cache.lengths[:, None], position.longest, None,
+            {"attention": attend, "delta_net": recur}, gather=False,
+        )  # fmt: skip
         logits = self._gather_batch(self.model.logits(weights, hidden[:, 0]))
-        lengths = cache.lengths + present
-        keys, values = zip(*stored, strict=True)
-        return Cache(keys, values, tuple(slots), lengths), logits
+        return Cache(tuple(layers), tuple(slots), cache.lengths + present), logits
 
     def _gather_batch(self, logits: jax.Array) -> jax.Array:
         """Logits of the whole batch, replicated: sampling does not depend on the mesh."""

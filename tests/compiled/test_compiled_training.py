@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, Experts, MixtureOfExperts
+from burst_jax.models import DecoderConfig, DeltaNet, Experts, LayerKind, MixtureOfExperts
 from burst_jax.models.remat import Remat
 from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.step_memory import step_memory
@@ -36,7 +36,7 @@ CONFIG = DecoderConfig(
 N, TOKENS = 4, 4096
 
 
-def compile_step(config, tokens=TOKENS, **sizes):
+def compile_step(config, tokens=TOKENS, implementation=compiled.SMALL, **sizes):
     """A step of ``tokens`` tokens an A100, and the shapes of weights and optimizer state.
 
     ``sizes``: of the mesh's axes, which are named as the fields of ``ShardingRules`` are, or
@@ -48,7 +48,7 @@ def compile_step(config, tokens=TOKENS, **sizes):
     options: dict[str, Any] = {"ulysses_axis": "heads"} if "heads" in sizes else {}
     optimizer = make_optimizer(1e-3, 10)
     graphdef, params, state = abstract_train_state(
-        config, optimizer, mesh, layout="zigzag", implementation=compiled.SMALL, rules=rules,
+        config, optimizer, mesh, layout="zigzag", implementation=implementation, rules=rules,
         **options,
     )  # fmt: skip
     tokens_per_row = tokens * sizes["seq"] * sizes.get("heads", 1)
@@ -162,10 +162,10 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     assert sum(op in came and tuple(array) == part for _, op, *array in made[:loop]) == distances
 
 
-def planned_bytes(config, params, strategy, length):
+def planned_bytes(config, params, strategy, length, kernels="fused"):
     """The temporary memory of a step, according to the planner."""
     of_device = device_sizes(config, params, strategy, length=length, batch=1)
-    memory = step_memory(of_device, strategy, "rotate_kv", kernels="fused", moment_size=4)
+    memory = step_memory(of_device, strategy, "rotate_kv", kernels=kernels, moment_size=4)
     return memory.activations + memory.gradients + memory.work
 
 
@@ -238,6 +238,26 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, seq, uly
     if config.remat == "selective":
         assert planned("attention", None) < 0.9 * found
         assert planned("selective", None) > 1.1 * found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hybrid", "remat"), [(True, "attention"), (False, "none")], ids=["hybrid", "pure-none"]
+)
+def test_a_step_with_gated_delta_net_takes_the_memory_that_the_planner_says(hybrid, remat):
+    linear, seq, tokens = LayerKind(mixer="delta_net"), 2, 4 * TOKENS
+    changes: dict[str, Any] = {"remat": remat, "delta_net": DeltaNet(4, 2, 128, 128)}
+    if hybrid:
+        pattern = linear, linear, linear, LayerKind()
+        config = dataclasses.replace(CONFIG, num_layers=4, layer_pattern=pattern, **changes)
+    else:
+        config = DecoderConfig(
+            vocab_size=512, num_layers=2, embed_dim=512, mlp_dim=1024, dtype=jnp.bfloat16, **changes
+        )
+    program, params, _ = compile_step(config, tokens, "mosaic_sm80", seq=seq)
+    strategy = TrainingStrategy("sharded", 1, (seq,), 1, "zigzag", config.remat)
+    planned = planned_bytes(config, params, strategy, seq * tokens, "reordered")
+    assert compiled.temp_bytes(program) == pytest.approx(planned, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ What JAX rejects, it rejects while it traces; only decoding, which is cheap, is 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from lowered_programs import GPUS, a_shape, abstract_mesh, compiling_for, for_gp
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, abstract_decoder
+from burst_jax.models import DecoderConfig, DeltaNet, LayerKind, abstract_decoder
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import PromptPosition
 from burst_jax.training import make_eval_step
@@ -27,6 +28,10 @@ TOKENS, DEVICES = 8192, 2
 CONFIG = DecoderConfig(
     vocab_size=512, num_layers=1, embed_dim=256, num_heads=8, num_kv_heads=2, head_dim=128,
     mlp_dim=512, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
+)  # fmt: skip
+HYBRID = dataclasses.replace(
+    CONFIG, num_layers=2, layer_pattern=(LayerKind(mixer="delta_net"), LayerKind()),
+    delta_net=DeltaNet(num_heads=4, num_key_heads=2, head_dim=128, value_head_dim=128),
 )  # fmt: skip
 RULES = ShardingRules(data=None, fsdp=None, seq="seq", tensor=None)
 
@@ -43,11 +48,11 @@ def test_an_evaluation_of_packed_documents(gpu):
     for_gpu(gpu, mesh, make_eval_step(graphdef), params, batch, lowers=False)
 
 
-@pytest.fixture(scope="module")
-def served():
+@pytest.fixture(scope="module", params=[CONFIG, HYBRID], ids=["attention", "hybrid"])
+def served(request):
     """The programs of a generator, and the shape of its cache."""
     mesh = mesh_of(seq=DEVICES)
-    graphdef, shapes = abstract_decoder(CONFIG, mesh=mesh, rules=RULES, layout="zigzag")
+    graphdef, shapes = abstract_decoder(request.param, mesh=mesh, rules=RULES, layout="zigzag")
     place = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
     model = nnx.merge(graphdef, jax.tree.map(place, shapes))
     server: Any = Generator(model, max_length=DEVICES * TOKENS)

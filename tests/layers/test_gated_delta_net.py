@@ -164,6 +164,38 @@ def test_steps_from_the_first_token_and_after_fewer_tokens_than_taps():
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, layer.initial_state(B))
 
 
+def test_parts_of_sequences_continue_their_states():
+    """Inside a ``shard_map``, with padding in front of a part, and one that is all padding."""
+    layer, whole = make_layer(layout="zigzag"), quick_jit(make_layer())(X)
+    # Tokens of each sequence in a part of 12 or 8; the others are padding in front.
+    lengths, used = [(12, 7), (8, 0), (1, 6), (2, 8)], np.zeros(B, int)
+    tokens = P(None, "seq")
+
+    @quick_jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(seq=2), in_specs=(tokens, tokens, P()), out_specs=(tokens, P())
+    )
+    def run(x, ids, state):
+        return layer.prefill(x, ids, state)
+
+    state = layer.initial_state(B)
+    for number, new in enumerate(lengths):
+        size = 8 if number else 12
+        ids = (np.arange(size) >= size - np.asarray(new)[:, None]).astype(np.int32)
+        x = np.full((B, size, D), np.nan, np.float32)
+        for row, count in enumerate(new):
+            x[row, size - count :] = X[row, used[row] : used[row] + count]
+        out, state = run(*to_layout((jnp.asarray(x), jnp.asarray(ids)), "zigzag", 2), state)
+        out = np.asarray(from_layout(out, "zigzag", 2))
+        for row, count in enumerate(new):
+            if count:
+                want = whole[row, used[row] : used[row] + count]
+                assert_close(out[row, size - count :], want, 2e-6)
+        used += new
+    y, _ = quick_jit(layer.step)(X[np.arange(B), used], state)
+    assert_close(y, whole[np.arange(B), used], 2e-6)
+
+
 def test_half_precision_and_dtypes():
     out = quick_jit(make_layer(dtype=jnp.bfloat16))(X)
     want = truth()[0]
@@ -234,22 +266,12 @@ def test_wrong_calls():
         make_layer(mesh=explicit, tensor_axis="model")(X)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        ("__call__", ValueError, "2 devices, and each has the weights of 2 of 2 key heads: inside"),
-        ("prefill", NotImplementedError, "GatedDeltaNet.prefill is called inside a shard_map"),
-    ],
-)
-def test_wrong_calls_inside_a_shard_map(call, error, message):
+def test_wrong_calls_inside_a_shard_map():
     mesh, layer = mesh_of(seq=2, model=2), make_layer(tensor_axis="model")
-    with pytest.raises(error, match=message):
-        jax.eval_shape(
-            jax.shard_map(
-                getattr(layer, call), mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq")
-            ),
-            X,
-        )
+    message = "2 devices, and each has the weights of 2 of 2 key heads: inside"
+    tokens = P(None, "seq")
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.shard_map(layer, mesh=mesh, in_specs=tokens, out_specs=tokens), X)
 
 
 def test_equals_the_layer_of_transformers():

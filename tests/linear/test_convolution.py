@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from convolution_by_taps import truth
+from convolution_by_taps import continued, truth
 from implementations import quick_jit
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
@@ -77,6 +77,59 @@ def test_as_exact_as_float64(n, layout, taps, run, documents):
         again = results(on_mesh(n, layout), bad, weight, ids, bad_dy, n, layout)
         for g, w in zip(again, got, strict=True):
             np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "taps", "run"),
+    [
+        pytest.param(*each, marks=() if i < 3 else SLOW)
+        for i, each in enumerate(((1, "contiguous", 4, 9), (3, "zigzag", 4, 5), (4, "zigzag", 4, 2),
+                                  (5, "contiguous", 3, 4), (8, "contiguous", 6, 3)))
+    ],
+)  # fmt: skip
+def test_tails_before_and_after(n, layout, taps, run):
+    """Sequences with padding in front and at the end, inside documents, and nothing but padding."""
+    x, weight, ids, dy = drawn(n, layout, taps, run)
+    x, dy, ids = (np.concatenate([a, a[:, ::-1]]) for a in (x, dy, ids))
+    length = x.shape[1]
+    ids[0, : length // 2], ids[1, -2:], ids[2] = 0, 0, 0
+    tail, dtail = np.random.default_rng(0).standard_normal((2, 4, taps - 1, 6)).astype(np.float32)
+    mesh = mesh_of(seq=n)
+
+    @quick_jit
+    def results(x, weight, tail, dy):
+        placed = [burst_jax.to_layout(jnp.asarray(a), layout, n) for a in (x, dy, ids)]
+        (y, after), vjp = jax.vjp(
+            lambda x, weight, tail: linear.short_convolution(
+                x, weight, mesh=mesh, layout=layout, segment_ids=placed[2], initial_tail=tail,
+                return_final_tail=True,
+            ),
+            placed[0], weight, tail,
+        )  # fmt: skip
+        dx, dweight, dbefore = vjp((placed[1], jnp.asarray(dtail)))
+        y, dx = burst_jax.from_layout((y, dx), layout, n)
+        return y, after, dx, dweight, dbefore
+
+    got = results(x, weight, tail, dy)
+    for g, w in zip(got, continued(x, weight, ids, tail, dy, dtail), strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-5)
+    assert not np.allclose(got[1][3], got[1][0])
+    np.testing.assert_array_equal(got[1][2], tail[2])
+
+
+def test_wrong_tails():
+    x, weight = jnp.zeros((2, 8, 6)), jnp.zeros((4, 6))
+    wrong: Any = (
+        ({"initial_tail": x[:, :4]}, ValueError, "initial_tail has 4 tokens, and weight 4 taps: p"),
+        ({"initial_tail": x[:1, :3]}, ValueError, "initial_tail has shape .*, x has B = 2"),
+        ({"initial_tail": x[:, :3].astype(int)}, ValueError, "initial_tail has dtype int32: cast"),
+        ({"return_final_tail": 1}, ValueError, "return_final_tail is 1: it must be True or False"),
+        ({"return_final_tail": True, "layout": "balanced:4"}, NotImplementedError,
+         "return_final_tail is given with layout 'balanced:4', in which the first"),
+    )  # fmt: skip
+    for change, error, message in wrong:
+        with pytest.raises(error, match=message):
+            linear.short_convolution(x, weight, **change)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

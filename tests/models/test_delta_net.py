@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from meshes import assert_close, mesh_of
 
@@ -23,13 +24,13 @@ from burst_jax.models import (
     Decoder,
     DecoderConfig,
     DeltaNet,
+    KimiDelta,
     LayerKind,
     Lora,
     Rope,
     abstract_decoder,
 )
 from burst_jax.models import save as save_model
-from burst_jax.serving import Generator
 from burst_jax.training import (
     Checkpoints,
     abstract_train_state,
@@ -53,6 +54,9 @@ EXTENDED = dataclasses.replace(
     attention_gate=True, qk_norm="joint", rope=Rope(100.0, fraction=0.5),
     delta_net=dataclasses.replace(SIZES, norm_epsilon=1e-2, negative_eigenvalues=True),
 )  # fmt: skip
+KIMI = dataclasses.replace(
+    HYBRID, delta_net=KimiDelta(num_heads=4, num_key_heads=2, head_dim=6, value_head_dim=8)
+)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
 SEGMENTS = np.ones((B, T), np.int32)
@@ -82,8 +86,9 @@ def model_on(config=CONFIG, layout="zigzag", **sizes):
         (EXTENDED, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
         pytest.param(HYBRID, "selective", "balanced:16", {"seq": 2, "tensor": 2}, marks=SLOW),
         pytest.param(CONFIG, "full", "zigzag", {"data": 2, "seq": 4}, marks=SLOW),
+        pytest.param(KIMI, "attention", "zigzag", {"fsdp": 2, "seq": 2, "tensor": 2}, marks=SLOW),
     ],
-    ids=["extended", "hybrid", "linear"],
+    ids=["extended", "hybrid", "linear", "kimi"],
 )
 def test_equals_the_formula(config, remat, layout, sizes):
     segments = SEGMENTS if layout == "zigzag" else PACKED
@@ -94,6 +99,29 @@ def test_equals_the_formula(config, remat, layout, sizes):
     want = decoders.by_formulas(model, TOKENS, segments, cotangent)
     # One device has 9e-6 in float32, too.
     assert_close((got[0][kept], got[1]), (want[0][kept], want[1]), 2e-5)
+
+
+def test_weights_of_kimi_delta_attention():
+    """Their sizes are those that costs count; both heads and features are sharded."""
+    mesh = mesh_of(fsdp=2, seq=2, tensor=2)
+    config = dataclasses.replace(KIMI, lora=Lora(2))
+    options: Any = {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    model = nnx.merge(*abstract_decoder(config, **options))
+    layer = model.delta_net_layers.attention
+    for name, (inputs, outputs) in KIMI.mixer_sizes("delta_net").items():
+        linear = getattr(layer, name)
+        assert linear.kernel.size == 2 * inputs * outputs, name
+        assert linear.kernel_lora_a.shape == (2, inputs, 2)
+        assert linear.kernel_lora_b.shape == (2, 2, outputs)
+    specs = nnx.to_pure_dict(model.shardings().weight_specs(nnx.state(model)))
+    specs = specs["delta_net_layers"]["attention"]
+    features = ("fsdp", "seq")
+    assert specs["decay_a"]["kernel"] == P(None, features, None)
+    assert specs["decay_b"]["kernel"] == P(None, None, "tensor", None)
+    assert specs["output_gate_b"]["kernel_lora_b"] == P(None, None, "tensor")
+    assert specs["dt_bias"] == P(None, "tensor", None)
+    with pytest.raises(ValueError, match="head_dim is 0: it must be an integer, at least 1"):
+        KimiDelta(head_dim=0)
 
 
 @SLOW
@@ -190,9 +218,10 @@ def plain_losses(config):
 
 
 @SLOW
-def test_training_on_a_mesh_is_the_formula_s_and_resumes_with_the_same_bits(tmp_path):
-    *found, resumed = losses(HYBRID, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
-    np.testing.assert_allclose(found, plain_losses(HYBRID), rtol=1e-5)
+@pytest.mark.parametrize("config", [HYBRID, KIMI], ids=["hybrid", "kimi"])
+def test_training_on_a_mesh_is_the_formula_s_and_resumes_with_the_same_bits(tmp_path, config):
+    *found, resumed = losses(config, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
+    np.testing.assert_allclose(found, plain_losses(config), rtol=1e-5)
     assert len(set(found)) == len(ROWS)
     assert resumed == found[-1]
 
@@ -316,13 +345,7 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
-    with pytest.raises(
-        NotImplementedError, match=r"config.delta_net is DeltaNet.*: serving has no"
-    ):
-        Generator(model, max_length=8)
-    with pytest.raises(
-        NotImplementedError, match=r"config.delta_net is DeltaNet.*: the planner kno"
-    ):
+    with pytest.raises(NotImplementedError, match=r"delta_net has head dims \(6, 8\): the planner"):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
         save_model(model, tmp_path, max_length=64)

@@ -21,6 +21,7 @@ INTERVALS = "tests/pallas_kernels/test_interval_arithmetic.py"
 PROCESSES = "tests/parallel/test_processes.py"
 PLAN = "tests/plan/test_attention_plan.py"
 PLAN_TRAINING = "tests/plan/test_training_plan.py"
+PLAN_DELTA_NET = "tests/plan/test_delta_net_plan.py -k"
 RECOMMENDATION = "tests/plan/test_recommendation.py"
 MESH_OPTION = "tests/parallel/test_mesh_option.py"
 NNX_LAYER = "tests/layers/test_nnx_layer.py"
@@ -34,6 +35,8 @@ HF_FILES = "tests/models/test_hf_files.py -k tied"
 HF_HYBRIDS = "tests/models/test_hf_hybrids.py -k"
 EXTENDED = "tests/models/test_delta_net.py -k extended"
 SERVING = "tests/serving/test_serving.py -k"
+DELTA_NET_SERVING = "tests/serving/test_delta_net_serving.py -k"
+TAILS = "tests/linear/test_convolution.py -k tails"
 INTERFACE = "tests/pallas_kernels/test_local_interface.py"
 LARGE_LOGITS = "tests/pallas_kernels/test_large_logits.py"
 SCHEDULER = "tests/pallas_kernels/test_tile_scheduler.py"
@@ -496,6 +499,19 @@ MUTANTS = [
      "out, total = out, factor * total", "tests/serving/test_decode_kernel.py -k kernel_equals"),
     ("burst_jax/serving/generator.py", "self._decode(chosen, ~ended)",
      "self._decode(chosen, np.ones_like(ended))", f"{SERVING} stop_token"),
+    ("burst_jax/serving/steps.py", "jnp.where(lax.expand_dims(present > 0, range(1, new.ndim)), new, old)",
+     "new", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/serving/steps.py", "layer.prefill(x, present, cache.layers[index])",
+     "layer.prefill(x, present)", f"{DELTA_NET_SERVING} seq3-zigzag"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_state=None if before is None else before.state,",
+     "initial_state=None,", "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/layers/gated_delta_net.py", "initial_tail=tail,", "initial_tail=None,",
+     "tests/layers/test_gated_delta_net.py -k parts"),
+    ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
+     "return first, last", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
+     "begins == begins", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.where(valid, at, total)", "jnp.where(valid, at, 0)", TAILS),
     ("burst_jax/serving/sampling.py", "before < self.top_p", "before <= self.top_p", f"{SERVING} top_k"),
     ("burst_jax/serving/sampling.py", "jax.random.fold_in(jax.random.fold_in(key, row), length)",
      "jax.random.fold_in(key, length)", f"{SERVING} top_k"),
@@ -646,6 +662,13 @@ MUTANTS = [
      "each.seconds <= fit[0].seconds]", PLAN),
     ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",
      "sent * (ulysses - gpus) // ulysses", PLAN),
+    ("burst_jax/plan/delta_net.py", "max(chunks * waves * work.chunk, tokens * sizes.heads * each)",
+     "chunks * waves * work.chunk", f"{PLAN_DELTA_NET} measured"),
+    ("burst_jax/plan/delta_net.py", "rows * self.runs * self.map_bytes\n        if n == 1:",
+     "rows * self.map_bytes\n        if n == 1:", f"{PLAN_DELTA_NET} bytes"),
+    ("burst_jax/plan/delta_net.py", "seconds(rates.affine) + sent", "sent", f"{PLAN_DELTA_NET} ring"),
+    ("burst_jax/plan/step_memory.py", "out = s.tokens * s.delta_net.kept_bytes(kernels)",
+     "out = 2 * s.tokens * s.delta_net.kept_bytes(kernels)", f"{PLAN_DELTA_NET} saves"),
     ("burst_jax/plan/step_memory.py", "work + on_device + gradients)", "work + on_device)",
      PLAN_TRAINING),
     ("burst_jax/plan/step_time.py", "2 * 2 * moment_size * s.parts / speed",
@@ -659,7 +682,7 @@ MUTANTS = [
     ("burst_jax/data/readers.py", "np.uint8) == ord(\"\\n\")) + at", "np.uint8) == ord(\"\\n\"))",
      "tests/data/test_data.py -k json"),
     ("burst_jax/plan/cost_model.py", "kv = self._kv * 4 if copied else kv", "pass", PLAN),
-    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is not None", "False",
+    ("burst_jax/plan/training_search.py", "layout.lacks_first_half(self.mesh.seq) is None", "True",
      PLAN_TRAINING),
     ("burst_jax/plan/training_strategy.py", "if cluster.hosts > 1:", "if False:", PLAN_TRAINING),
     # --- chats
@@ -740,11 +763,23 @@ MUTANTS = [
     ("burst_jax/linear/convolution.py", "jnp.where(is_first, x, y)", "y",
      "tests/linear/test_convolution.py"),
     # --- pallas_kernels/linear
-    ("pallas_kernels/linear/chunks.py", "jnp.where(document == document[..., -1:], out, 0)", "out", LINEAR_XLA),
+    ("pallas_kernels/linear/chunks.py", "(last, out)", "(first | True, out)", LINEAR_XLA),
     ("pallas_kernels/linear/chunks.py", "jnp.cumsum(begins.astype(jnp.int32), -1)",
      "jnp.cumsum(begins.astype(jnp.int32), -1).clip(max=1)", LINEAR_XLA),
     ("pallas_kernels/linear/chunks.py", "jnp.round(log_decay / _STEP) * _STEP", "jnp.zeros_like(log_decay)",
      LINEAR_XLA),
+    ("pallas_kernels/linear/scores.py", "earlier.at(..., slice(-1, None), slice(None))",
+     "earlier.at(..., slice(0, 1), slice(None))", f"{LINEAR_XLA} -k strong"),
+    ("pallas_kernels/linear/scores.py", "jnp.exp(later.since(boundary))", "jnp.exp(later.since(later))",
+     f"{LINEAR_XLA} -k same_in_all"),
+    ("pallas_kernels/linear/xla.py", "return self.into[..., -1, :, None]", "return self.into[..., -1, :1, None]",
+     f"{LINEAR_XLA} -k bfloat16"),
+    ("burst_jax/layers/kimi_delta_attention.py", "jax.nn.sigmoid(gate", "jax.nn.silu(gate",
+     "tests/layers/test_kimi_delta_attention.py -k continue"),
+    ("burst_jax/models/delta_net.py", '"decay": self.head_dim}', '"decay": rank}',
+     "tests/models/test_delta_net.py -k weights_of_kimi"),
+    ("pallas_kernels/linear/families.py", "if inputs.log_decay.ndim > inputs.beta.ndim:", "if False:",
+     "tests/linear/test_linear_errors.py -k each_gpu"),
     ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
      "tests/pallas_kernels/test_linear_inverse.py"),
     ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),

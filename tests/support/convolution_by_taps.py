@@ -42,3 +42,34 @@ def truth(x, weight, ids, dy):
         dweight[j] = (given * shifted).sum((0, 1))
         dx[:, : length - back] += (given * weight[j])[:, back:]
     return y, dx, dweight
+
+
+def continued(x, weight, ids, tail, dy, dtail):
+    """Of sequences after a tail: ``(y, next tail, dx, dweight, gradient of the tail)``.
+
+    The tail stands where each sequence's first token that is no padding begins, in its document.
+    """
+    halo, (batch, length, _) = len(weight) - 1, x.shape
+    x, tail, dtail = (np.asarray(a, np.float64) for a in (x, tail, dtail))
+    y, dx, dweight = np.zeros_like(x), np.zeros_like(x), np.zeros(weight.shape)
+    after, dbefore = np.zeros_like(tail), np.zeros_like(tail)
+    for b in range(batch):
+        tokens = np.flatnonzero(ids[b])
+        first, last = (tokens[0], tokens[-1]) if len(tokens) else (length, length - 1)
+        here = ids[b, first : last + 1]
+        # One more token of the last document: what it reads is the next tail.
+        own = np.concatenate([np.full(halo, here[0] if len(here) else 1), here])
+        own = np.append(own, own[-1] if len(own) else 1)[None]
+        every = np.concatenate([tail[b], x[b, first : last + 1], np.zeros((1, x.shape[2]))])
+        every = np.where(own[0, :, None] > 0, every, 0)
+        given = np.zeros_like(every)
+        given[halo:-1] = dy[b, first : last + 1]
+        out, d_every, d_weight = truth(every[None], weight, own, given[None])
+        y[b, first : last + 1] = out[0, halo:-1]
+        reads = connected(own, halo + 1)[:halo, 0, -1]
+        after[b] = np.where(reads[:, None], every[-1 - halo : -1], 0)
+        d_every = d_every[0]
+        d_every[-1 - halo : -1] += np.where(reads[:, None], dtail[b], 0)
+        dx[b, first : last + 1], dbefore[b] = d_every[halo:-1], d_every[:halo]
+        dweight += d_weight
+    return y, after, dx, dweight, dbefore

@@ -25,7 +25,8 @@ def drawn(shapes):
     def weight(path, x):
         name, normal = jax.tree_util.keystr(path), rng.normal(size=x.shape)
         size = 0.3 if "bias" in name or "norm" in name else 0.15
-        return jnp.asarray(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
+        # JAX 0.12 compiles a program for each shape of jnp.asarray.
+        return jax.device_put(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
 
     return jax.tree_util.tree_map_with_path(weight, shapes)
 

@@ -46,6 +46,7 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear import inverse
+from pallas_kernels.linear.sm90 import warp_blocks
 from pallas_kernels.mosaic import flags, fragments, tile_scheduler, transfers
 from pallas_kernels.mosaic.sm90 import instructions, padding
 
@@ -201,6 +202,7 @@ def interpreted(*, detect_races: bool = True, patience: float = 120.0):
         patch(instructions, "start_product", interpreted_rows.start_product),
         patch(padding, "zero_rows", interpreted_rows.zero_rows),
         patch(inverse, "invert", interpreted_linear.invert),
+        mock.patch.multiple(warp_blocks, **interpreted_linear.WARP_BLOCKS),
         patch(transfers, "store_rows", interpreted_rows.store_rows),
         with_counters(),
         patch(shared_memory, "Barrier", operations.Barrier),

@@ -101,7 +101,10 @@ def attention_layer(params, x, positions, keep, theta, soft_cap=None, fraction=1
 
 
 def gated_delta_net(params, x, segments, largest_beta=1.0, epsilon=1e-6):
-    """Gated DeltaNet, token by token; segment 0 is padding, which changes nothing."""
+    """Gated DeltaNet, token by token; segment 0 is padding, which changes nothing.
+
+    Kimi Delta Attention if there are parameters for it.
+    """
     valid, same = segments != 0, segments[:, :, None] == segments[:, None]
     # Whether all tokens from s to t are of one document, or padding.
     gaps = np.cumsum(np.diff(_last_ids(segments), axis=1, prepend=0) != 0, axis=1)
@@ -119,21 +122,23 @@ def gated_delta_net(params, x, segments, largest_beta=1.0, epsilon=1e-6):
         return total / (1 + jnp.exp(-total))
 
     def x_of(name):
-        kernel = params[name]["kernel"]
-        return jnp.tensordot(x, kernel, 1)
+        if name in params:
+            return jnp.tensordot(x, params[name]["kernel"], 1)
+        first, second = (params[f"{name}_{part}"]["kernel"] for part in "ab")
+        return jnp.tensordot(jnp.tensordot(x, first, 1), second, 1)
 
     q, k, v = (convolved(name) for name in ("query", "key", "value"))
     q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     q, k = (jnp.repeat(y, v.shape[2] // y.shape[2], axis=2) for y in (q, k))
     beta = largest_beta / (1 + jnp.exp(-x_of("beta")))
-    decay = jnp.exp(
-        -jnp.exp(params["A_log"]) * jnp.log1p(jnp.exp(x_of("decay") + params["dt_bias"]))
-    )
+    # One row of the state has one decay, or all rows have the same.
+    steps = jnp.log1p(jnp.exp(x_of("decay") + params["dt_bias"])).reshape(*beta.shape, -1)
+    decay = jnp.exp(-jnp.exp(params["A_log"])[:, None] * steps)
     begins = np.diff(gaps, axis=1, prepend=0) != 0
 
     def step(state, token):
         q, k, v, decay, beta, begins, valid = token
-        old = jnp.where(begins[:, None, None, None], 0, decay[..., None, None] * state)
+        old = jnp.where(begins[:, None, None, None], 0, decay[..., None] * state)
         delta = beta[..., None] * (v - jnp.einsum("bnk,bnkv->bnv", k, old))
         new = jnp.where(valid[:, None, None, None], old + k[..., None] * delta[..., None, :], state)
         return new, jnp.einsum("bnk,bnkv->bnv", q, new) * valid[:, None, None]
@@ -142,7 +147,8 @@ def gated_delta_net(params, x, segments, largest_beta=1.0, epsilon=1e-6):
     first = jnp.zeros((*v.shape[:1], *k.shape[2:], v.shape[3]), v.dtype)
     out = jnp.moveaxis(jax.lax.scan(step, first, tokens)[1], 0, 1) / np.sqrt(k.shape[-1])
     gate = x_of("output_gate")
-    out = rms_norm(out, params["norm"]["scale"], epsilon) * gate / (1 + jnp.exp(-gate))
+    gate = (gate if "output_gate" in params else 1) / (1 + jnp.exp(-gate))
+    out = rms_norm(out, params["norm"]["scale"], epsilon) * gate
     return jnp.einsum("btnh,nhd->btd", out, params["out"]["kernel"])
 
 

@@ -17,6 +17,7 @@ from pallas_kernels.linear.families import (
     transposed,
     unmarked,
     unsupported,
+    unsupported_decay,
     with_identity,
     zeros_in_padding,
 )
@@ -155,6 +156,6 @@ MOSAIC_SM80 = Implementation(
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
     multiple=CHUNK,
-    unsupported=unsupported,
+    unsupported=lambda inputs: unsupported(inputs) or unsupported_decay(inputs),
     unavailable=_unavailable,
 )
