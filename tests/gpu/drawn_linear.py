@@ -52,6 +52,7 @@ class Draw:
       documents: number of documents of a sequence, 0 without segment ids.
       decay: largest decrease of a log decay.
       edges: whether some gates are 0 or very large.
+      channels: whether there is a decay per key channel.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Draw:
     documents: int
     decay: float
     edges: bool
+    channels: bool = False
 
     @property
     def length(self) -> int:
@@ -95,7 +97,7 @@ def case_of(drawn: Draw) -> linear_cases.Case:
     return linear_cases.draw(
         np.random.default_rng(drawn.index), drawn.length, batch=drawn.batch, heads=heads,
         key_heads=key_heads, head_dim=drawn.head_dim, decay=drawn.decay,
-        documents=drawn.documents, edges=drawn.edges,
+        documents=drawn.documents, edges=drawn.edges, channels=drawn.channels,
     )  # fmt: skip
 
 
@@ -205,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--minutes", type=float, default=float("inf"), help="after which no further one starts")
     add("--only", type=int, help="one draw alone")
     add("--head-dim", type=int, default=128, help="of keys and values (default: 128)")
+    add("--channels", action="store_true", help="a decay per key channel")
     add("--threads", type=int, default=8, help="that compile (default: 8)")
     args = parser.parse_args(argv)
     compile_as_ampere(args.implementation)
@@ -218,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
                 if (index := next(indices, None)) is None:
                     break
                 drawn = draw(index, jax.device_count(), args.head_dim)
+                drawn = dataclasses.replace(drawn, channels=args.channels)
                 waiting.append(Check(drawn, args.implementation, pool))
             if not waiting:
                 break
