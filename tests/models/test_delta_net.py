@@ -66,7 +66,15 @@ PACKED = np.ones((B, T), np.int32)
 PACKED[0, 20:], PACKED[0, 29:], PACKED[1, 30:] = 2, 3, 0
 COTANGENT = RNG.standard_normal((B, T, 16)).astype(np.float32)
 SLOW = pytest.mark.slow
-ADAPTED = ("query", "key", "value", "out", "output_gate", "beta", "decay")
+# Sizes of the projections with adapters.
+ADAPTED = {
+    "query": (16, 12), "key": (16, 12), "value": (16, 32), "out": (32, 16),
+    "output_gate": (16, 32), "beta": (16, 4), "decay": (16, 4),
+}  # fmt: skip
+ADAPTED_KIMI = {
+    **{name: ADAPTED[name] for name in ("query", "key", "value", "out", "beta")},
+    "output_gate_a": (16, 8), "output_gate_b": (8, 32), "decay_a": (16, 8), "decay_b": (8, 24),
+}  # fmt: skip
 
 
 def model_on(config=CONFIG, layout="zigzag", **sizes):
@@ -125,8 +133,16 @@ def test_weights_of_kimi_delta_attention():
 
 
 @SLOW
-def test_adapters_equal_the_formula():
-    config = dataclasses.replace(EXTENDED, lora=Lora(2, targets=ADAPTED))
+@pytest.mark.parametrize(
+    ("config", "adapted", "of_full"),
+    [
+        (EXTENDED, ADAPTED, [(16, 32), (16, 8), (16, 8), (32, 16), (16, 32)]),
+        (KIMI, ADAPTED_KIMI, [(16, 24), (16, 12), (16, 12), (24, 16)]),
+    ],
+    ids=["gated", "kimi"],
+)
+def test_adapters_equal_the_formula(config, adapted, of_full):
+    config = dataclasses.replace(config, lora=Lora(2, targets=tuple(adapted)))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         # B starts at 0, where A has no gradient. Large adapters would amplify rounding.
@@ -140,10 +156,9 @@ def test_adapters_equal_the_formula():
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, cotangent)
     # One device has up to 3.7e-5 in float32, in all adapters alike.
     assert_close(got[1], want[1], 4e-5)
-    assert set(got[1]["delta_net_layers"]["attention"]) == set(ADAPTED)
-    sizes = [(16, 12)] * 2 + [(16, 32)] * 2 + [(32, 16)] + [(16, 4)] * 2
-    of_full = (16, 32), (16, 8), (16, 8), (32, 16), (16, 32)
-    assert config.num_adapter_params == 2 * (2 * sum(map(sum, sizes)) + sum(map(sum, of_full)))
+    assert set(got[1]["delta_net_layers"]["attention"]) == set(adapted)
+    features = 2 * sum(map(sum, adapted.values())) + sum(map(sum, of_full))
+    assert config.num_adapter_params == 2 * features
 
 
 def test_saved_states_and_outputs_are_not_computed_again():
@@ -345,6 +360,10 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
+    with pytest.raises(
+        NotImplementedError, match=r"delta_net is KimiDelta.*: the planner has rates"
+    ):
+        plan.training(KIMI, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"delta_net has head dims \(6, 8\): the planner"):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):

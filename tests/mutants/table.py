@@ -777,6 +777,8 @@ MUTANTS = [
      f"{LINEAR_XLA} -k bfloat16"),
     ("burst_jax/layers/kimi_delta_attention.py", "jax.nn.sigmoid(gate", "jax.nn.silu(gate",
      "tests/layers/test_kimi_delta_attention.py -k continue"),
+    ("burst_jax/plan/delta_net.py", "if isinstance(sizes, KimiDelta):", "if False:",
+     "tests/models/test_delta_net.py -k softmax_attention_raises"),
     ("burst_jax/models/delta_net.py", '"decay": self.head_dim}', '"decay": rank}',
      "tests/models/test_delta_net.py -k weights_of_kimi"),
     ("pallas_kernels/linear/families.py", "if inputs.log_decay.ndim > inputs.beta.ndim:", "if False:",
