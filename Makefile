@@ -1,5 +1,6 @@
 # make train, make test: both install what they need. make test-all: every test, not only the quick
 # ones. make check: lint and types. make gpu: what users run on GPUs, on this machine's.
+# make test-frameworks: MaxText, tunix and others, patched as the documentation says.
 SHELL := bash
 # VENV= (empty) runs $(PYTHON) as it is, on a machine that can install nothing.
 VENV ?= .venv
@@ -12,6 +13,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
 GPU_ARGS ?=
+FRAMEWORKS ?= plain_jax equinox tunix maxtext levanter grug skyrl
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 8 ? n : 8 )))
 , := ,
 STAMP := $(if $(VENV),$(VENV)/installed-$(subst $(,),-,$(EXTRAS)))
@@ -19,7 +21,7 @@ RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
 # Without a GPU JAX initializes the CPU alone, even if the CUDA plugin is installed.
 PLATFORM := $(if $(GPU_EXTRA),,JAX_PLATFORMS=cpu)
 
-.PHONY: train test test-all replay gpu check format venv clean
+.PHONY: train test test-all replay gpu test-frameworks check format venv clean
 
 train: $(STAMP)
 	$(PLATFORM) $(RUN) examples/train_lm.py $(TRAIN_ARGS)
@@ -43,6 +45,10 @@ replay: $(STAMP)
 # tests/gpu/run_parts.py lists the parts and the exit statuses.
 gpu: $(STAMP)
 	$(RUN) tests/gpu/run_parts.py $(GPU_ARGS)
+
+# Each in an environment of its own, which holds the framework's released package: 7 GB in all.
+test-frameworks:
+	.ci/test-framework $(FRAMEWORKS)
 
 check:
 	@$(MAKE) --no-print-directory venv EXTRAS=$(DEV)
@@ -79,4 +85,4 @@ docs-serve:
 	$(MKDOCS) serve
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest .venv-frameworks out build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,8 @@ from jax.experimental.mosaic.gpu import utils
 
 import burst_jax
 from benchmarks.command_line import add_cases, require_gpus
-from benchmarks.kernels import Case, arrays_of, with_gradients
+from benchmarks.kernel_cases import Case, arrays_of
+from benchmarks.kernels import with_gradients
 from pallas_kernels import AttentionInputs, KVSide, QuerySide, mosaic_sm80
 from pallas_kernels.timing import median_time
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import require_gpus, require_outputs
-from benchmarks.kernels import Case, arrays_of, matmul_ceiling, with_gradients
+from benchmarks.kernel_cases import Case, arrays_of
+from benchmarks.kernels import matmul_ceiling, with_gradients
 from benchmarks.results import Results
 from benchmarks.turns import Side, add_options, compare_cases, with_arrays
 from burst_jax.command_line import Unusable

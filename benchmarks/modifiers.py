@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.command_line import require_gpus
-from benchmarks.kernels import TOLERANCE, Case, arrays_of, with_gradients
+from benchmarks.kernel_cases import Case, arrays_of
+from benchmarks.kernels import TOLERANCE, with_gradients
 from benchmarks.turns import Clock, add_turns, in_turns, with_arrays
 from burst_jax.command_line import Unusable
 from pallas_kernels.timing import relative_error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import train
-from benchmarks.kernels import Case
+from benchmarks.kernel_cases import Case
 from benchmarks.results import Results, Row
 from benchmarks.ring import CASES
 from burst_jax.plan import GPUS, Estimate, StepEstimate, attention, training

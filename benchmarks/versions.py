@@ -26,7 +26,8 @@ import numpy as np
 
 from benchmarks.command_line import require_gpus, require_outputs
 from benchmarks.flash import ours
-from benchmarks.kernels import Case, arrays_of, matmul_ceiling
+from benchmarks.kernel_cases import Case, arrays_of
+from benchmarks.kernels import matmul_ceiling
 from benchmarks.results import Results
 from benchmarks.turns import Side, add_options, compare_cases
 from burst_jax.command_line import Unusable

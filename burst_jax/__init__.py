@@ -39,7 +39,10 @@ except _metadata.PackageNotFoundError:  # A checkout on the path, which is not i
 # Reachable as attributes, ``burst_jax.plan.attention(...)``, and imported when they are first used.
 _PACKAGES = ("data", "linear", "models", "plan", "serving", "training", "verify")
 # The same for classes that import such packages.
-_MODULES = {"GatedDeltaNet": "burst_jax.layers.gated_delta_net"}
+_MODULES = {
+    "GatedDeltaNet": "burst_jax.layers.gated_delta_net",
+    "KimiDeltaAttention": "burst_jax.layers.kimi_delta_attention",
+}
 
 if _TYPE_CHECKING:
     from burst_jax import data as data
@@ -50,6 +53,7 @@ if _TYPE_CHECKING:
     from burst_jax import training as training
     from burst_jax import verify as verify
     from burst_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
+    from burst_jax.layers.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
 
 
 def __getattr__(name: str) -> object:

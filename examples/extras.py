@@ -13,6 +13,7 @@ from pathlib import Path
 
 LIBRARIES = {
     "data": ("grain", "tokenizers"),
+    "chat": ("jinja2",),
     "models": ("safetensors",),
     "lora": ("qwix",),
     "tensorboard": ("tensorboardX",),
@@ -21,11 +22,17 @@ LIBRARIES = {
 NEEDED: dict[str, dict[str, tuple[str, ...] | None]] = {
     "train_lm.py": {
         "data": None,
+        "chat": ("--chat",),
         "models": ("--model",),
         "lora": ("--lora-rank",),
         "tensorboard": ("--tensorboard",),
     },
-    "generate.py": {"data": None, "models": None, "lora": ("--adapter",)},
+    "generate.py": {
+        "data": None,
+        "chat": ("--chat",),
+        "models": None,
+        "lora": ("--adapter",),
+    },
     "perplexity.py": {"data": None, "models": None, "lora": ("--adapter",)},
 }
 

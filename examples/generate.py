@@ -3,6 +3,7 @@
     python examples/generate.py --model folder --prompt "Once upon a time" --max-new-tokens 64
     python examples/generate.py --model folder --prompt-file book.txt --prompt "What happens?"
     python examples/generate.py --model folder --prompt-file a.txt b.txt --temperature 0.8
+    python examples/generate.py --model folder --chat --prompt "What is a ring?"
 
 ``--prompt`` is appended to the text of each ``--prompt-file``. Several files form one batch. A
 single answer is streamed; those of a batch are printed at the end. Without GPUs it uses 8 CPU
@@ -20,7 +21,7 @@ import extras  # noqa: F401 - ends the script if libraries are missing
 import numpy as np
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
-from perplexity import start_of
+from run_chats import chat_tokens
 from run_options import tokenizer_of
 
 from burst_jax.command_line import Parser, file_or_folder, integer, number, use_cpu_devices
@@ -34,16 +35,34 @@ from burst_jax.serving.cache import MAX_LENGTH
 from burst_jax.serving.sampling import Sampling
 
 
-def prompts_of(args: argparse.Namespace) -> tuple[list[np.ndarray], TokenizerFile]:
-    """Token ids of each prompt, after the tokenizer's start token; the tokenizer."""
+def prompts_of(
+    args: argparse.Namespace,
+) -> tuple[list[np.ndarray], TokenizerFile, list[int]]:
+    """Token ids of each prompt, the tokenizer, and tokens that end an answer.
+
+    Prompts have the special tokens that texts start with. With ``--chat`` each is a message of the
+    user, after that of ``--system``.
+    """
     try:
         texts = [text_of(path) for path in args.prompt_file] or [""]
     except (ValueError, OSError) as error:
         raise ValueError(f"--prompt-file: {error}") from None
     tokenizer = tokenizer_of(args)
-    encoded = [tokenizer.encode((text + args.prompt).encode()) for text in texts]
-    start = start_of(tokenizer)
-    return [np.concatenate([start, ids]).astype(np.int32) for ids in encoded], tokenizer
+    texts = [text + args.prompt for text in texts]
+    if args.chat:
+        chats = chat_tokens(args, tokenizer)
+        end = chats.end_of_turn()
+        prompts = [chats.prompt(messages_of(args, text)) for text in texts]
+        return prompts, tokenizer, [] if end is None else [end]
+    start = np.array(tokenizer.prefix_ids, np.int32)
+    prompts = [np.concatenate([start, tokenizer.encode(text.encode())]) for text in texts]
+    return prompts, tokenizer, []
+
+
+def messages_of(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """A conversation up to the assistant's answer to a text."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
 
 
 def text_of(path: Path) -> str:
@@ -96,7 +115,7 @@ class Printer:
 
 def generate(args: argparse.Namespace, mesh: Mesh) -> None:
     """Loads the model and prints what it generates."""
-    prompts, tokenizer = prompts_of(args)
+    prompts, tokenizer, ends = prompts_of(args)
     shards = batch_shards(mesh)
     if len(prompts) % shards:
         raise ValueError(
@@ -113,7 +132,7 @@ def generate(args: argparse.Namespace, mesh: Mesh) -> None:
         prefill_chunk=args.prefill_chunk,
         split_weights=args.split_weights,
     )
-    stops = stop_tokens(args.model, model.config.vocab_size)
+    stops = sorted({*stop_tokens(args.model, model.config.vocab_size), *ends})
     del model
     print(
         f"prompts of {', '.join(f'{len(ids):,}' for ids in prompts)} tokens; the KV cache takes "
@@ -162,6 +181,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
         default=[],
         help="text files, one per sequence of the batch",
     )
+    add("--chat", action="store_true", help="the text is a message of a chat, by its template")
+    add("--system", help="system prompt of --chat")
     add("--max-new-tokens", type=integer(1, MAX_LENGTH), default=128, help="default: 128")
     add("--temperature", type=number(0), default=0.0, help="0 is greedy (default: 0)")
     add("--top-k", type=integer(1), help="sample only from the K most probable tokens")
@@ -184,6 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args.prompt and not args.prompt_file:
             raise ValueError("there is no prompt: pass --prompt, --prompt-file or both")
+        if args.system is not None and not args.chat:
+            raise ValueError("--system needs --chat")
         Sampling(args.temperature, args.top_k, args.top_p)  # Raises before the model is loaded.
         generate(args, mesh_of_option(args.mesh))
     except (ValueError, OSError, NotImplementedError, ImportError) as error:

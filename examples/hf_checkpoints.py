@@ -31,6 +31,8 @@ from pallas_kernels import NAMES
 
 # Files of a tokenizer, fast or slow, and of its chat templates, in one file, several or a folder.
 TOKENIZER = ("*token*", "vocab.json", "merges.txt", "chat_template*", "additional_chat_templates")
+# What ChatTokens reads next to a tokenizer.
+CHAT = ("tokenizer_config.json", "chat_template*", "additional_chat_templates")
 # Tokens that end a text, and sampling parameters.
 GENERATION = "generation_config.json"
 
@@ -140,6 +142,19 @@ def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
             shutil.copy(path, target)
 
 
+def replace_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    """Copies what matches, as :func:`copy_files`, and removes from the target what matched before.
+
+    A template that stayed would be another one than that of the training.
+    """
+    for path in {path for pattern in patterns for path in target.glob(pattern)}:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    copy_files(source, target, patterns)
+
+
 def export(
     args: argparse.Namespace, run: RunConfig, options: dict[str, Any], params: nnx.State
 ) -> None:
@@ -162,6 +177,8 @@ def export(
         copy_files(args.model, folder, TOKENIZER if adapter_only else (*TOKENIZER, GENERATION))
         if args.tokenizer is not None:
             shutil.copy(args.tokenizer, folder / "tokenizer.json")
+        if args.tokenizer is not None and args.chat:
+            replace_files(args.tokenizer.parent, folder, CHAT)
 
     by_first_process(remove_old)
     if adapter_only:

@@ -54,21 +54,13 @@ class Window(NamedTuple):
 
 
 def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.ndarray]:
-    """Token ids of each document, after the tokenizer's start token."""
-    start = np.zeros(0, np.int32) if tokenizer is None else start_of(tokenizer)
+    """Token ids of each document, with the special tokens that the tokenizer adds to a text."""
+    start, end = ((), ()) if tokenizer is None else (tokenizer.prefix_ids, tokenizer.suffix_ids)
     spans = zip(corpus.documents, corpus.starts, corpus.stops, strict=True)
     for document, first, last in spans:
         read = corpus.reader.read(int(document), int(first), int(last))
         ids = np.asarray(read) if tokenizer is None else tokenizer.encode(bytes(read))
-        yield np.concatenate([start, ids])
-
-
-def start_of(tokenizer: TokenizerFile) -> np.ndarray:
-    """The special token that the tokenizer prepends to a text, if any: int32 ``[0 or 1]``."""
-    of_nothing = tokenizer.tokenizer.encode("", add_special_tokens=True).ids
-    of_text = tokenizer.tokenizer.encode("a", add_special_tokens=True).ids
-    shared = of_nothing[:1] if of_nothing[:1] == of_text[:1] else []
-    return np.asarray(shared, np.int32)
+        yield np.concatenate([np.array(start, ids.dtype), ids, np.array(end, ids.dtype)])
 
 
 def windows(ids: np.ndarray, seq_len: int, stride: int) -> Iterator[Window]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from run_batches import make_loader, place, shapes
 from run_options import SAMPLE_CONTEXT, RunConfig, attention_options
 
-from burst_jax.data import TokenizerFile
+from burst_jax.data import ChatTokens, TokenizerFile
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.training import Evaluation, evaluate, evaluation_memory, make_eval_step
@@ -155,6 +155,11 @@ def with_dtype(run: RunConfig, dtype: str) -> RunConfig:
 
 def counted(run: RunConfig, tokens: int) -> str:
     """What a number of held-out tokens means if the text has fewer; empty if it has more."""
+    if isinstance(run.tokens, ChatTokens):
+        return (
+            f" that the assistant writes (of {len(run.held_out):,} held-out conversations, again "
+            "from the start if they have fewer)"
+        )
     size, unit = run.held_out.size, "tokens" if run.tokens is None else "bytes"
     if tokens > size:
         return f" (the held-out {size:,} {unit}, {tokens / size:.1f} times)"

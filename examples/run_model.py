@@ -10,10 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from burst_jax.data import ByteTokens, TokenizerFile
+from burst_jax.data import ByteTokens, ChatTokens, TokenizerFile
 from burst_jax.models import (
     DecoderConfig,
     DeltaNet,
+    KimiDelta,
     LayerKind,
     Lora,
     check_trained_length,
@@ -21,18 +22,24 @@ from burst_jax.models import (
 )
 from burst_jax.models.hf.peft import check_base
 
-MIXERS = ("attention", "delta-net", "hybrid")
-# Of --mixer hybrid, as in Qwen3-Next.
+# The sizes of the linear-attention layers of each --mixer.
+MIXERS: dict[str, type[DeltaNet] | None] = {
+    "attention": None, "delta-net": DeltaNet, "kda": KimiDelta, "hybrid": DeltaNet,
+    "hybrid-kda": KimiDelta,
+}  # fmt: skip
+HYBRIDS = ("hybrid", "hybrid-kda")
+# Of hybrids, as in Qwen3-Next and Kimi Linear.
 FULL_ATTENTION_INTERVAL = 4
 
 
 def check_hybrid(args: argparse.Namespace) -> None:
     """Fills in ``--full-attention-interval``; raises ValueError for one without a hybrid."""
-    if args.mixer == "hybrid" and args.full_attention_interval is None:
+    if args.mixer in HYBRIDS and args.full_attention_interval is None:
         args.full_attention_interval = FULL_ATTENTION_INTERVAL
-    elif args.mixer != "hybrid" and args.full_attention_interval is not None:
+    elif args.mixer not in HYBRIDS and args.full_attention_interval is not None:
         raise ValueError(
-            f"--full-attention-interval is {args.full_attention_interval}: it needs --mixer hybrid"
+            f"--full-attention-interval is {args.full_attention_interval}: it needs --mixer "
+            f"{' or '.join(HYBRIDS)}"
         )
 
 
@@ -87,7 +94,7 @@ def check_split(args: argparse.Namespace, config: DecoderConfig, mesh: Mesh) -> 
 
 
 def check_delta_net(args: argparse.Namespace, sizes: DeltaNet, mesh: Mesh) -> None:
-    """Raises ValueError if the mesh cannot shard Gated DeltaNet layers."""
+    """Raises ValueError if the mesh cannot shard linear-attention layers."""
     if mesh.shape["heads"] > 1:
         raise ValueError(
             f"--mesh has heads={mesh.shape['heads']}, over which softmax attention alone exchanges "
@@ -127,7 +134,7 @@ def make_lora(args: argparse.Namespace) -> Lora | None:
 
 
 def make_config(
-    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | None
+    args: argparse.Namespace, tokens: ByteTokens | TokenizerFile | ChatTokens | None
 ) -> DecoderConfig:
     """The model's config; raises ValueError for inconsistent sizes or no vocabulary size."""
     if args.model is not None:
@@ -153,26 +160,27 @@ def make_config(
         raise ValueError(
             f"--heads is {args.heads}, --kv-heads {args.kv_heads}: use a multiple of --kv-heads"
         )
-    if args.head_dim % 2 and args.mixer != "delta-net":
+    linear, is_hybrid = MIXERS[args.mixer], args.mixer in HYBRIDS
+    if args.head_dim % 2 and (linear is None or is_hybrid):
         raise ValueError(
             f"--head-dim is {args.head_dim}: RoPE rotates pairs of features, so it must be even"
         )
     heads, kv_heads, size = args.heads, args.kv_heads, args.head_dim
     mixer: dict[str, Any] = {}
-    if args.mixer != "delta-net":
+    if linear is None or is_hybrid:
         mixer |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size}
-    if args.mixer != "attention":
-        mixer["delta_net"] = DeltaNet(heads, kv_heads, size, size)
-    if args.mixer == "hybrid":
+    if linear is not None:
+        mixer["delta_net"] = linear(heads, kv_heads, size, size)
+    if is_hybrid:
         interval = args.full_attention_interval
         if not 2 <= interval <= args.layers:
             raise ValueError(
                 f"--full-attention-interval is {interval}, --layers {args.layers}: every "
-                f"{interval}th layer is softmax attention, the others Gated DeltaNet; use 2 or "
-                "more, and at least as many layers"
+                f"{interval}th layer is softmax attention, the others linear; use 2 or more, and "
+                "at least as many layers"
             )
-        linear = LayerKind(mixer="delta_net")
-        mixer["layer_pattern"] = (*[linear] * (interval - 1), LayerKind())
+        other = LayerKind(mixer="delta_net")
+        mixer["layer_pattern"] = (*[other] * (interval - 1), LayerKind())
     return DecoderConfig(
         # A multiple of 128, so that common tensor axes divide it.
         vocab_size=-(-vocabulary // 128) * 128,

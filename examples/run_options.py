@@ -11,6 +11,12 @@ from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
+from run_chats import (
+    add_chat_options,
+    chat_tokens,
+    check_chat_options,
+    check_conversations,
+)
 from run_mesh import TRAINING_AXES, Weights, decoder_axes, ring_size
 from run_model import (
     FULL_ATTENTION_INTERVAL,
@@ -21,7 +27,14 @@ from run_model import (
 )
 
 from burst_jax.command_line import Parser, file_or_folder
-from burst_jax.data import ByteTokens, Corpus, Packing, TokenizerFile, open_corpus
+from burst_jax.data import (
+    ByteTokens,
+    ChatTokens,
+    Corpus,
+    Packing,
+    TokenizerFile,
+    open_corpus,
+)
 from burst_jax.errors import MAX_BATCH, check_positive, did_you_mean
 from burst_jax.layouts.parse import LAYOUTS, parse_layout
 from burst_jax.models import (
@@ -91,6 +104,7 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
         "folder (default: Python's source)",
     )  # fmt: skip
     add("--text-key", default="text", metavar="KEY", help="of JSON lines (default: text)")
+    add_chat_options(add)
     add(
         "--tokenizer",
         type=file_or_folder,
@@ -125,15 +139,16 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:
     add("--vocab-size", type=int, help="vocabulary size (default: the tokenizer's)")
     add("--layers", type=int, help=f"number of layers {default('layers')}")
     add(
-        "--mixer", choices=MIXERS,
-        help="of tokens: softmax attention, Gated DeltaNet, or layers of both (default: attention)",
+        "--mixer", choices=tuple(MIXERS),
+        help="of tokens: softmax attention, Gated DeltaNet, Kimi Delta Attention (kda), or layers "
+        "of softmax and one of the others (default: attention)",
     )  # fmt: skip
     add(
         "--full-attention-interval", type=int, metavar="N",
-        help=f"of hybrid: each Nth layer is softmax attention (default: {FULL_ATTENTION_INTERVAL})",
+        help=f"of hybrids: each Nth layer is softmax (default: {FULL_ATTENTION_INTERVAL})",
     )  # fmt: skip
     add("--embed-dim", type=int, help=f"model width {default('embed_dim')}")
-    add("--heads", type=int, help=f"query heads, or value heads of delta-net {default('heads')}")
+    add("--heads", type=int, help=f"query heads, or value heads {default('heads')}")
     add("--kv-heads", type=int, help=f"key/value heads, or key heads {default('kv_heads')}")
     add("--head-dim", type=int, help=f"features per head {default('head_dim')}")
     add("--mlp-dim", type=int, help="feed-forward width (default: 8/3 of the width)")
@@ -186,7 +201,7 @@ def add_run_options(parser: Parser) -> None:
         "--one-device", choices=("auto", "never"), default="auto",
         help="also evaluate on one device, if it has the memory (default: auto)",
     )  # fmt: skip
-    add("--sample-tokens", type=int, default=200, help="length of the sample (default: 200)")
+    add("--sample-tokens", type=int, help="length of the sample (default: 200, 0 with --chat)")
     add = group("files").add_argument
     add(
         "--out",
@@ -218,14 +233,16 @@ class RunConfig:
       tokens: the tokenizer; None for token arrays.
       text: training documents.
       held_out: evaluation documents.
+      about: what the conversations are, or "".
     """
 
     mesh: Mesh
     axes: dict[str, Any]
     config: DecoderConfig
-    tokens: ByteTokens | TokenizerFile | None
+    tokens: ByteTokens | TokenizerFile | ChatTokens | None
     text: Corpus
     held_out: Corpus
+    about: str = ""
 
 
 def prepare(args: argparse.Namespace) -> RunConfig:
@@ -246,6 +263,7 @@ def prepare(args: argparse.Namespace) -> RunConfig:
     elif args.ignore:
         raise ValueError(f"--ignore is {' '.join(args.ignore)}: it needs --model")
     check_lora(args)
+    check_chat_options(args)
     args.mixer = args.mixer or "attention"
     check_hybrid(args)
     for name, values in DEFAULTS.items():
@@ -299,12 +317,12 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             "(--microbatches, and the stage axis of --mesh)"
         )
     try:
-        corpus = open_corpus(args.data, key=args.text_key)
+        corpus = open_corpus(args.data, key=args.text_key, chats=args.chat)
     except (ValueError, OSError) as error:
-        raise ValueError(in_flags(error, path="--data")) from error
+        raise ValueError(in_flags(error, path="--data", chats="--chat")) from error
     text, held_out = corpus.split(HELD_OUT)
     shortest = min(text.size, held_out.size)
-    if shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
+    if not args.chat and shortest < max(args.seq_len, SAMPLE_CONTEXT) + 1:
         raise ValueError(
             f"--seq-len is {args.seq_len}: the text's shorter part (training, held out) has "
             f"{shortest} bytes or tokens, but a sequence and the sample need "
@@ -322,7 +340,15 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             f"--expert-axes is {args.expert_axes}: the model has no experts; leave it out"
         )
     check_split(args, config, mesh)
-    return RunConfig(mesh, axes, config, tokens, text, held_out)
+    about = ""
+    if isinstance(tokens, ChatTokens):
+        try:
+            vocabulary = args.vocab_size or config.vocab_size
+            about = check_conversations(args, corpus, tokens, vocabulary)
+        except ValueError as error:
+            names = {"too_long='cut'": "--long-chats cut", "seq_len": "--seq-len"}
+            raise ValueError(in_flags(error, **names)) from error
+    return RunConfig(mesh, axes, config, tokens, text, held_out, about)
 
 
 def check_model(folder: Path) -> None:
@@ -343,7 +369,9 @@ def check_lora(args: argparse.Namespace) -> None:
         )
 
 
-def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | TokenizerFile | None:
+def make_tokens(
+    args: argparse.Namespace, corpus: Corpus
+) -> ByteTokens | TokenizerFile | ChatTokens | None:
     """The tokenizer of the text; raises ValueError for one with token arrays, or none."""
     if not corpus.reader.is_text:
         if args.tokenizer is not None:
@@ -352,7 +380,10 @@ def make_tokens(args: argparse.Namespace, corpus: Corpus) -> ByteTokens | Tokeni
     if args.tokenizer is None and args.model is None:
         # A byte that no text contains, so that the model learns where documents end.
         return ByteTokens(separator=0)
-    return tokenizer_of(args)
+    tokens = tokenizer_of(args)
+    if not args.chat:
+        return tokens
+    return chat_tokens(args, tokens, day=args.chat_date, too_long=args.long_chats or "error")
 
 
 def tokenizer_of(args: argparse.Namespace) -> TokenizerFile:
@@ -363,7 +394,7 @@ def tokenizer_of(args: argparse.Namespace) -> TokenizerFile:
             f"--model is {args.model}, which lacks tokenizer.json: name one with --tokenizer"
         )
     try:
-        return TokenizerFile(path)
+        return TokenizerFile(path, special_tokens=True)
     except (ValueError, OSError) as error:
         given = "--model" if args.tokenizer is None else "--tokenizer"
         raise ValueError(in_flags(error, path=given)) from error

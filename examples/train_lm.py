@@ -86,10 +86,10 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 MAY_CHANGE = ("lr", "dtype")
 SAME = (
     "seq_len", "batch", "text_key", "packing", "steps", "seed", "model", "moment_dtype",
-    "lora_rank", "lora_alpha", "lora_targets", "mixer", "full_attention_interval",
+    "lora_rank", "lora_alpha", "lora_targets", "mixer", "full_attention_interval", "chat",
 )  # fmt: skip
 # Arguments that old checkpoints lack.
-IMPLIED = {"moment_dtype": "float32", "text_key": "text", "mixer": "attention"}
+IMPLIED = {"moment_dtype": "float32", "text_key": "text", "mixer": "attention", "chat": False}
 # Printed on one line.
 ERRORS = (ValueError, OSError, NotImplementedError, ImportError, NonFinite, CheckpointError)
 # What a run writes into --out, except checkpoints.
@@ -418,6 +418,8 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 )
             sizes = {name: size for name, size in run.mesh.shape.items() if size > 1}
             say(f"{run.text.description}, {run.text.size / 1e6:.1f} MB for training")
+            if run.about:
+                say(run.about)
             say(
                 f"{run.config.num_matmul_params / 1e6:.1f} M weights in {args.dtype}, {args.batch} "
                 f"x {args.seq_len} tokens per step, {args.layout} over {sizes or 'one device'} of "

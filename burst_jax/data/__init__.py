@@ -10,6 +10,10 @@ try:
 except ModuleNotFoundError as error:
     raise _missing(error, "grain", user="burst_jax.data", extra="data") from None
 
+from burst_jax.data.chat_check import ChatCounts as ChatCounts
+from burst_jax.data.chat_check import check_chats as check_chats
+from burst_jax.data.chat_template import ChatTemplate as ChatTemplate
+from burst_jax.data.chats import ChatTokens as ChatTokens
 from burst_jax.data.chunks import save_tokens as save_tokens
 from burst_jax.data.corpus import Corpus as Corpus
 from burst_jax.data.corpus import open_corpus as open_corpus

@@ -13,9 +13,10 @@ from typing import Any, cast
 import grain
 import numpy as np
 
+from burst_jax.data.chats import ChatTokens
 from burst_jax.data.corpus import Corpus, open_corpus
-from burst_jax.data.readers import OFFSETS, offsets_path
-from burst_jax.data.tokens import Tokenizer
+from burst_jax.data.readers import OFFSETS, ChatLines, offsets_path
+from burst_jax.data.tokens import Tokenizer, TokenizerFile
 from burst_jax.json_files import check_regular
 
 # Bytes searched for the end of a line, near where a text is to be cut.
@@ -31,13 +32,14 @@ class Chunks:
     a token is a byte or an array element, chunk k is tokens ``k * stride`` to ``k * stride +
     length`` of the document. Other text is cut the same way by its bytes, but at the next end of a
     line, else a space, else a character. A JSON line is one chunk, because it cannot be read in
-    parts.
+    parts. A conversation is one, too, of one sequence or several.
 
     Args:
       corpus: the documents.
       tokens: tokenizer of text; None for a corpus of token arrays.
       vocab_size: ids must be below it; None only checks that they are not negative.
-      length: of a chunk, in tokens if :attr:`is_exact`, else in bytes.
+      length: of a chunk, in tokens if :attr:`is_exact`, else in bytes; with
+        :class:`burst_jax.data.ChatTokens` that are not cut, the most tokens of a sequence.
       stride: distance between the starts of two chunks of a document.
 
     Attributes:
@@ -58,6 +60,9 @@ class Chunks:
         self.is_exact = divisible and (tokens is None or tokens.is_bytes)
         # Text is cut near a byte, so an overlap would not consist of whole tokens.
         self._length, self._stride = (length, stride) if self.is_exact else (length, length)
+        special = isinstance(tokens, TokenizerFile)
+        self._prefix = np.array(tokens.prefix_ids if special else (), np.int32)
+        self._suffix = np.array(tokens.suffix_ids if special else (), np.int32)
         self._separator = None if tokens is None else tokens.separator_id
         # The separator is a token of the last chunk.
         self._sizes = corpus.stops - corpus.starts
@@ -75,15 +80,35 @@ class Chunks:
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         """``{"tokens": int32 [n]}`` of a chunk.
 
+        A conversation has ``"weights"``, float32 ``[n]``, and ``"lengths"`` of its sequences, too.
+
         Raises:
-          ValueError: it cannot be read, or holds an id outside the vocabulary.
+          ValueError: it cannot be read, is longer than a sequence and must not be cut, or holds an
+            id outside the vocabulary.
         """
         document, first, last = self._locate(int(index))
+        if isinstance(self._tokens, ChatTokens):
+            return self._conversation(self._tokens, document)
         if self._tokens is None:
             ids = self._corpus.reader.read(*self._range(document, first, last))
         else:
             ids = self._encode(self._tokens, document, first, last)
         return {"tokens": self._checked(np.asarray(ids), document)}
+
+    def _conversation(self, tokens: ChatTokens, document: int) -> dict[str, np.ndarray]:
+        source = int(self._corpus.documents[document])
+        reader = cast(ChatLines, self._corpus.reader)
+        sequences = tokens.sequences(reader.record(source), reader.name(source))
+        lengths = np.array([len(each.tokens) for each in sequences])
+        if tokens.too_long == "error" and lengths.max() > self._length:
+            raise ValueError(
+                f"{reader.name(source)} has {lengths.max()} tokens, and a sequence {self._length}: "
+                "use a longer seq_len, remove the line, or cut such conversations with "
+                "too_long='cut'"
+            )
+        ids = np.concatenate([each.tokens for each in sequences])
+        weights = np.concatenate([each.weights for each in sequences])
+        return {"tokens": self._checked(ids, document), "weights": weights, "lengths": lengths}
 
     def count(self, index: int) -> int:
         """Number of a chunk's tokens; it is read unless chunks are exact."""
@@ -110,12 +135,14 @@ class Chunks:
 
     def _encode(self, tokens: Tokenizer, document: int, first: int, last: int) -> np.ndarray:
         source, start, stop = self._range(document, first, last)
-        ends = last == self._sizes[document]
+        starts, ends = first == 0, last == self._sizes[document]
         if self._corpus.reader.divisible and not tokens.is_bytes:
             end = self._cut(source, int(self._corpus.stops[document]))
+            begin = self._cut(source, int(self._corpus.starts[document]))
             start, stop = self._cut(source, start), self._cut(source, stop)
             # If the last line is longer than the last chunk, the chunk before has all of it.
             ends = start < stop == end
+            starts = begin == start < stop
         text = self._corpus.reader.read(source, start, stop)
         assert isinstance(text, bytes)
         try:
@@ -125,9 +152,12 @@ class Chunks:
                 f"{self._corpus.reader.name(source)} is not UTF-8 at byte {start + error.start}:"
                 " convert it, or train on its bytes, ByteTokens()"
             ) from None
-        if self._separator is not None and ends:
-            ids = np.append(ids, np.int32(self._separator))
-        return ids
+        parts = [self._prefix, ids] if starts else [ids]
+        if ends:
+            parts.append(self._suffix)
+        if ends and self._separator is not None:
+            parts.append(np.array([self._separator], np.int32))
+        return np.concatenate(parts)
 
     def _cut(self, document: int, at: int) -> int:
         """Where a text is cut, at or after byte ``at``.
@@ -161,7 +191,7 @@ class Chunks:
 class ChunkLengths:
     """A stand-in for :class:`Chunks` of the same lengths, all zeros, for counting sequences.
 
-    Creating it reads every chunk once, unless lengths are exact.
+    Creating it reads every chunk once, unless lengths are exact. It is not for conversations.
     """
 
     def __init__(self, chunks: Chunks):
@@ -184,7 +214,7 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
 
     Args:
       corpus: documents of text.
-      tokens: the tokenizer; its separators are saved too.
+      tokens: the tokenizer; its special tokens and separators are saved too.
       path: the file to write, with suffix ``.npy``.
 
     Returns:
@@ -192,13 +222,17 @@ def save_tokens(corpus: Corpus, tokens: Tokenizer, path: str | Path) -> Corpus:
 
     Raises:
       ValueError: the path has another suffix or is not a regular file, the corpus holds token ids
-        already, or a document cannot be read.
+        already or conversations, or a document cannot be read.
     """
     path = Path(path)
     if path.suffix != ".npy" or path.name.endswith(OFFSETS):
         raise ValueError(f"path is {path}: its name must end in .npy, like tokens.npy")
     if not corpus.reader.is_text:
         raise ValueError(f"corpus is {corpus!r}, which has token ids already: use it as it is")
+    if corpus.reader.is_chats:
+        raise ValueError(
+            f"corpus is {corpus!r}, whose loss weights cannot be saved: give its lines to a Loader"
+        )
     chunks = Chunks(corpus, tokens, tokens.vocab_size, length=_SAVE_CHUNK, stride=_SAVE_CHUNK)
     dtype = np.dtype("<u2" if tokens.vocab_size <= 1 << 16 else "<u4")
     sizes = np.zeros(len(corpus), np.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from burst_jax.data.readers import OFFSETS, JsonLines, Reader, TextFiles, TokenArrays
+from burst_jax.data.readers import OFFSETS, ChatLines, JsonLines, Reader, TextFiles, TokenArrays
 from burst_jax.errors import printable
 from burst_jax.json_files import check_regular
 
@@ -125,13 +125,18 @@ class Corpus:
 
 
 def open_corpus(
-    path: str | Path | None = None, *, pattern: str = "**/*", key: str = "text"
+    path: str | Path | None = None,
+    *,
+    pattern: str = "**/*",
+    key: str = "text",
+    chats: bool = False,
 ) -> Corpus:
     """Opens a file, or the files of a folder, as documents.
 
     The suffix selects the format, and all files of a folder must have the same:
 
-    - ``.jsonl``, ``.ndjson``: one JSON object per line, whose ``key`` holds the document's text.
+    - ``.jsonl``, ``.ndjson``: one JSON object per line, whose ``key`` holds the document's text;
+      with ``chats`` it is a conversation.
     - ``.npy``: token ids, integers ``[documents, tokens]``, or ``[tokens]``, one document unless
       :func:`burst_jax.data.save_tokens` wrote it, together with offsets.
     - Any other suffix: text, one document per file.
@@ -144,15 +149,20 @@ def open_corpus(
       pattern: which files of a folder to read, as in ``pathlib.Path.glob``. Hidden and empty files
         are skipped. Files are sorted by name, so the same folder gives the same documents anywhere.
       key: key of the text in a JSON line.
+      chats: whether each JSON line is a conversation, with the key ``messages``, or ``prompt`` and
+        ``completion``: see :class:`burst_jax.data.ChatTokens`, their tokenizer.
 
     Returns:
       The documents.
 
     Raises:
       ValueError: no such path, no document in it, several formats or an unsupported one, a first
-        line that is no JSON object with that key, an array that does not hold token ids.
+        line that is no JSON object with that key, an array that does not hold token ids, or
+        ``chats`` for another format than JSON lines.
     """
     if path is None:
+        if chats:
+            raise ValueError("chats is True, and path None: name a file of JSON lines, or a folder")
         return python_source()
     if not str(path):  # pathlib takes it for the current folder.
         raise ValueError("path is '': name a file or a folder, or use None for Python's source")
@@ -176,7 +186,15 @@ def open_corpus(
             f"path is {printable(path)}, which holds {first} ({printable(one.name)}) and {second} "
             f"({printable(other.name)}): choose files of one kind with pattern=, like '**/*.txt'"
         )
-    match next(iter(kinds)):
+    (kind,) = kinds
+    if chats and kind != "JSON lines":
+        raise ValueError(
+            f"chats is True, and path {printable(path)} holds {kind}: conversations are JSON "
+            "lines, .jsonl"
+        )
+    match kind:
+        case "JSON lines" if chats:
+            reader = ChatLines(files)
         case "JSON lines":
             reader = JsonLines(files, key)
         case "token arrays":

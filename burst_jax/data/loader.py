@@ -7,11 +7,12 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Self, TypedDict, get_args
+from typing import Any, NotRequired, Self, TypedDict, get_args
 
 import grain
 import numpy as np
 
+from burst_jax.data.chats import ChatTokens
 from burst_jax.data.chunks import ChunkLengths, Chunks
 from burst_jax.data.corpus import Corpus
 from burst_jax.data.packing import (
@@ -44,10 +45,13 @@ class Rows(TypedDict):
       rows: int32 ``[B, seq_len + 1]``, token ids.
       segment_ids: int32 ``[B, seq_len + 1]``, counted from 1 in each sequence, 0 for padding; None
         if each sequence is full and one segment.
+      weights: float32 ``[B, seq_len + 1]``, the weight of predicting each token, 1 for what the
+        assistant writes, else 0; of conversations alone.
     """
 
     rows: np.ndarray
     segment_ids: np.ndarray | None
+    weights: NotRequired[np.ndarray]
 
 
 class Loader(Iterator[Rows]):
@@ -80,6 +84,9 @@ class Loader(Iterator[Rows]):
     of a line if there is one; tokens next to a cut can differ from those of the whole text. A JSON
     line is one chunk.
 
+    **Conversations.** With :class:`burst_jax.data.ChatTokens` a document is a conversation, and
+    sequences have weights. They are packed by ``"first_fit"`` alone, which keeps them whole.
+
     **End.** With ``epochs``, a stream without further chunks yields padding until all streams have
     ended. To know when, a loader of part of the batch counts all tokens when it is created: fast
     for bytes of text files and for arrays, otherwise it reads everything once.
@@ -90,7 +97,8 @@ class Loader(Iterator[Rows]):
       batch: global batch size, over all processes, at most 1,048,576.
       rows: batch indices that this loader makes, like ``range(4, 8)``, see
         :func:`burst_jax.data.rows_of_process`; None for all.
-      tokens: tokenizer of text, default :class:`burst_jax.data.ByteTokens`; None for arrays.
+      tokens: tokenizer of text, default :class:`burst_jax.data.ByteTokens`; None for arrays;
+        :class:`burst_jax.data.ChatTokens` for conversations.
       vocab_size: of the model; other ids raise an error. None is the tokenizer's vocabulary; ids in
         arrays are then only checked for being negative.
       packing: ``"first_fit"``, ``"split"`` or ``"none"``.
@@ -134,7 +142,13 @@ class Loader(Iterator[Rows]):
         tokens = _check_tokens(corpus, tokens)
         self.vocab_size = _check_vocabulary(tokens, vocab_size)
         exact = corpus.reader.divisible and (tokens is None or tokens.is_bytes)
-        length, stride = chunk_sizes(packing, self._length, exact=exact)
+        self._chats = isinstance(tokens, ChatTokens)
+        if self._chats and packing != "first_fit":
+            raise ValueError(
+                f"packing is {packing!r}, which cuts conversations anywhere: use 'first_fit', "
+                "which keeps them whole"
+            )
+        length, stride = chunk_sizes(packing, self._length, exact=exact, chats=self._chats)
         self._chunks = Chunks(corpus, tokens, self.vocab_size, length=length, stride=stride)
         _check_size(corpus, self._chunks, self._length, packing)
         # Sequences of the longest document.
@@ -152,6 +166,7 @@ class Loader(Iterator[Rows]):
         self._stream = partial(
             sequence_stream,
             length=self._length, batch=self._batch, packing=packing, seed=self._seed, epochs=epochs,
+            chats=self._chats,
         )  # fmt: skip
         self.step, self._resumed = 0, False
         self._steps = None
@@ -159,7 +174,10 @@ class Loader(Iterator[Rows]):
             self._steps = self._count_steps()
         self._iterators = [
             prefetched(
-                [self._stream(self._chunks, index) for index in group], self._length, prefetch
+                [self._stream(self._chunks, index) for index in group],
+                self._length,
+                prefetch,
+                self._chats,
             )
             for group in self._groups()
         ]
@@ -177,13 +195,13 @@ class Loader(Iterator[Rows]):
                 raise _damaged(self._indices, error) from error
             raise
         self._resumed = False
-        tokens, segment_ids = (
-            np.concatenate([part[name] for part in parts])
-            for name in ("tokens", "tokens_segment_ids")
-        )
+        stacked = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        tokens, segment_ids = stacked["tokens"], stacked["tokens_segment_ids"]
         if self._steps is None and not segment_ids.any():
             raise StopIteration  # All streams have ended.
         self.step += 1
+        if self._chats:
+            return {"rows": tokens, "segment_ids": segment_ids, "weights": stacked["weights"]}
         if self._packing != "none":
             return {"rows": tokens, "segment_ids": segment_ids}
         # An endless stream has no padding.
@@ -258,7 +276,8 @@ class Loader(Iterator[Rows]):
 
     def _count_steps(self) -> int:
         """Number of batches: the length of the longest stream of all processes."""
-        lengths = ChunkLengths(self._chunks)
+        # Which parts of a conversation are dropped depends on more than its length.
+        lengths = self._chunks if self._chats else ChunkLengths(self._chunks)
         streams = (self._stream(lengths, stream) for stream in range(self._batch))
         return max(sum(1 for _ in stream) for stream in streams)
 
@@ -415,6 +434,11 @@ def _check_rows(rows: Iterable[int] | None, batch: int) -> list[int]:
 def _check_tokens(corpus: Corpus, tokens: Tokenizer | None) -> Tokenizer | None:
     if not isinstance(corpus, Corpus):
         raise ValueError(f"corpus is {corpus!r}: make it with open_corpus(path)")
+    if corpus.reader.is_chats != isinstance(tokens, ChatTokens):
+        raise ValueError(
+            f"tokens is {tokens!r}, and corpus {corpus!r}: conversations need ChatTokens, and "
+            "ChatTokens need conversations, open_corpus(path, chats=True)"
+        )
     if corpus.reader.is_text:
         return ByteTokens() if tokens is None else tokens
     if tokens is not None:

@@ -31,7 +31,9 @@ MAX_CHUNKS = 2**32
 type Packed = dict[str, np.ndarray]
 
 
-def chunk_sizes(packing: Packing, length: int, *, exact: bool) -> tuple[int, int]:
+def chunk_sizes(
+    packing: Packing, length: int, *, exact: bool, chats: bool = False
+) -> tuple[int, int]:
     """Length and stride of :class:`Chunks` for sequences of ``length`` tokens.
 
     - ``"first_fit"`` packs whole chunks, so an exact chunk is one sequence. The last token of a
@@ -40,7 +42,11 @@ def chunk_sizes(packing: Packing, length: int, *, exact: bool) -> tuple[int, int
       adds a segment to it, so chunks are many sequences long.
     - Text of longer tokens is cut by its bytes (about four per token), and its tokens are cut into
       sequences later.
+
+    Conversations are never cut into chunks: their length is that of a sequence.
     """
+    if chats:
+        return length, length
     if packing == "first_fit" and exact:
         return length, length - 1
     return _SEQUENCES_PER_CHUNK * length, _SEQUENCES_PER_CHUNK * length
@@ -55,6 +61,7 @@ def sequence_stream(
     packing: Packing,
     seed: int,
     epochs: int | None,
+    chats: bool = False,
 ) -> grain.IterDataset:
     """The stream of sequences at batch index ``stream``.
 
@@ -62,10 +69,12 @@ def sequence_stream(
     ``batch``-th. So streams share no chunk, together they have each chunk once per epoch, and they
     are independent of each other.
 
-    Arguments are those of :class:`burst_jax.data.Loader`; ``length`` includes the last target.
+    Arguments are those of :class:`burst_jax.data.Loader`; ``length`` includes the last target, and
+    ``chats`` specifies whether the chunks are conversations.
 
     Returns:
-      A dataset of :data:`Packed`, with ``tokens`` and ``tokens_segment_ids``, int32 ``[length]``.
+      A dataset of :data:`Packed`, with ``tokens`` and ``tokens_segment_ids``, int32 ``[length]``,
+      and ``weights``, float32 ``[length]``, if the chunks have them.
     """
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     source: Any = chunks  # Implements grain's data source protocol.
@@ -79,8 +88,12 @@ def sequence_stream(
     if packing != "first_fit":
         return ConcatThenSplitIterDataset(parts, length_struct={"tokens": length})
     bins = max(2, min(_BINS, _BIN_TOKENS // length))
+    features = ("tokens", "weights") if chats else ("tokens",)
     return FirstFitPackIterDataset(
-        parts, length_struct={"tokens": length}, num_packing_bins=bins, seed=shuffle_seed
+        parts,
+        length_struct=dict.fromkeys(features, length),
+        num_packing_bins=bins,
+        seed=shuffle_seed,
     )
 
 
@@ -88,7 +101,8 @@ class _Cut(FlatMapTransform):
     """Cuts chunks longer than a sequence and drops those without a token to predict.
 
     Each part starts with the last token of the previous one, so that every token but the first of a
-    chunk is a target once. With ``length`` None, only empty chunks are dropped.
+    chunk is a target once. With ``length`` None, only empty chunks are dropped. Of conversations,
+    each sequence is cut by itself, and parts are dropped whose targets all have weight 0.
 
     If everything is dropped, an endless stream would wait forever for its first sequence, so it
     raises after enough chunks to be certain in any order.
@@ -111,13 +125,23 @@ class _Cut(FlatMapTransform):
         return parts
 
     def _parts(self, element: Packed) -> list[Packed]:
+        if "weights" not in element:
+            return self._parts_of(element)
+        ends = np.cumsum(element["lengths"])[:-1]
+        arrays = (np.split(element[name], ends) for name in ("tokens", "weights"))
+        found = []
+        for tokens, weights in zip(*arrays, strict=True):
+            found += self._parts_of({"tokens": tokens, "weights": weights})
+        return [part for part in found if part["weights"][1:].any()]
+
+    def _parts_of(self, element: Packed) -> list[Packed]:
         tokens, length = element["tokens"], self._length
         if length is None:
             return [element] if len(tokens) else []
         if len(tokens) <= length:
             return [element] if len(tokens) > 1 else []
         return [
-            {"tokens": tokens[start : start + length]}
+            {name: array[start : start + length] for name, array in element.items()}
             for start in range(0, len(tokens) - 1, length - 1)
         ]
 
@@ -128,23 +152,26 @@ class _StackedStreams(grain.IterDataset):
     A stream that has ended yields padding indefinitely.
     """
 
-    def __init__(self, streams: Sequence[grain.IterDataset], length: int):
+    def __init__(self, streams: Sequence[grain.IterDataset], length: int, chats: bool):
         super().__init__(streams)
-        self._streams, self._length = streams, length
+        self._streams, self._length, self._chats = streams, length, chats
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _StackedIterator([stream.__iter__() for stream in self._streams], self._length)
+        streams = [stream.__iter__() for stream in self._streams]
+        return _StackedIterator(streams, self._length, self._chats)
 
 
 class _StackedIterator(grain.DatasetIterator):
-    def __init__(self, streams: Sequence[grain.DatasetIterator], length: int):
+    def __init__(self, streams: Sequence[grain.DatasetIterator], length: int, chats: bool):
         super().__init__(streams)
         self._length = length
+        dtypes = {"tokens": np.int32, "tokens_segment_ids": np.int32}
+        self._dtypes: dict[str, Any] = dtypes | ({"weights": np.float32} if chats else {})
         self._ended = [False] * len(streams)
 
     def __next__(self) -> Packed:
         shape = len(self._parents), self._length
-        stacked = {name: np.zeros(shape, np.int32) for name in ("tokens", "tokens_segment_ids")}
+        stacked = {name: np.zeros(shape, dtype) for name, dtype in self._dtypes.items()}
         for index, stream in enumerate(self._parents):
             if self._ended[index]:
                 continue
@@ -167,12 +194,11 @@ class _StackedIterator(grain.DatasetIterator):
 
 
 def prefetched(
-    streams: Sequence[grain.IterDataset], length: int, ahead: int
+    streams: Sequence[grain.IterDataset], length: int, ahead: int, chats: bool = False
 ) -> grain.DatasetIterator:
     """Stacked sequences of several streams, prefetched by a thread, ``ahead`` batches."""
-    return iter(
-        ThreadPrefetchIterDataset(_StackedStreams(streams, length), prefetch_buffer_size=ahead)
-    )
+    stacked = _StackedStreams(streams, length, chats)
+    return iter(ThreadPrefetchIterDataset(stacked, prefetch_buffer_size=ahead))
 
 
 def stream_states(iterator: grain.DatasetIterator) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,11 +30,13 @@ class Reader(Protocol):
       sizes: int64 ``[documents]``, size of each document in bytes of text or in tokens. For a JSON
         line it is the size of the line, an upper bound of the size of its text.
       is_text: whether documents are text rather than token ids.
+      is_chats: whether documents are conversations, which have a method ``record``, too.
       divisible: whether a document can be read in parts.
     """
 
     sizes: np.ndarray
     is_text: bool
+    is_chats: bool
     divisible: bool
 
     def read(self, document: int, start: int, stop: int) -> bytes | np.ndarray:
@@ -50,6 +52,7 @@ class TextFiles:
     """Text files, one document each."""
 
     is_text = True
+    is_chats = False
     divisible = True
 
     def __init__(self, files: list[Path]):
@@ -68,8 +71,8 @@ class TextFiles:
         return printable(self._files[document])
 
 
-class JsonLines:
-    """JSON lines files: each line is an object with a text under ``key``, one document.
+class _Records:
+    """The lines of JSON lines files, one document each.
 
     Empty lines are skipped. Only offsets are held in memory. A line is parsed, and an invalid one
     raises, when it is read.
@@ -78,35 +81,53 @@ class JsonLines:
     is_text = True
     divisible = False
 
-    def __init__(self, files: list[Path], key: str):
-        self._files, self._key = files, key
+    def __init__(self, files: list[Path]):
+        self._files = files
         lines = [_lines(file) for file in files]
         self._first = np.cumsum([0, *(len(each) for each in lines)])
         self._starts, self._stops, self._numbers = np.concatenate(lines).T
         self.sizes = self._stops - self._starts
+
+    def line(self, document: int, remedy: str) -> bytes:
+        """The bytes of a line; ``remedy`` ends the message for one that is too long."""
+        if self.sizes[document] > MAX_LINE:
+            raise ValueError(
+                f"{self.name(document)} has {self.sizes[document]} bytes: a line may have "
+                f"{MAX_LINE}; {remedy}"
+            )
+        with self._file(document).open("rb") as file:
+            file.seek(self._starts[document])
+            return file.read(int(self.sizes[document]))
+
+    def name(self, document: int) -> str:
+        """The file's path and the line, counted from 1."""
+        return f"{printable(self._file(document))}, line {self._numbers[document]},"
+
+    def _file(self, document: int) -> Path:
+        return self._files[np.searchsorted(self._first, document, side="right") - 1]
+
+
+class JsonLines(_Records):
+    """JSON lines files: each line is an object with a text under ``key``, one document."""
+
+    is_chats = False
+
+    def __init__(self, files: list[Path], key: str):
+        super().__init__(files)
+        self._key = key
         if len(self.sizes):
             self.read(0)  # Fails early for a wrong key or another format.
 
     def read(self, document: int, start: int = 0, stop: int = 0) -> bytes:
         """The whole text in UTF-8; ``start`` and ``stop`` are ignored."""
         del start, stop
-        if self.sizes[document] > MAX_LINE:
-            raise ValueError(
-                f"{self.name(document)} has {self.sizes[document]} bytes: a line may have "
-                f"{MAX_LINE}; write longer texts as text files, which are read in parts"
-            )
-        with self._file(document).open("rb") as file:
-            file.seek(self._starts[document])
-            line = file.read(int(self.sizes[document]))
+        line = self.line(document, "write longer texts as text files, which are read in parts")
         remedy = f': each line must be an object like {{"{printable(self._key)}": "..."}}'
         record = parse(line, self.name(document), remedy)
         if not isinstance(record, dict) or self._key not in record:
-            keys = type(record).__name__
-            if isinstance(record, dict):
-                keys = f"keys [{first_of([repr(key) for key in sorted(record)])}]"
             raise ValueError(
-                f"{self.name(document)} has {keys}, and no key {self._key!r}: set key= to the key "
-                "of the text, on a command line --text-key"
+                f"{self.name(document)} has {kind_of(record)}, and no key {self._key!r}: set key= "
+                "to the key of the text, on a command line --text-key"
             )
         text = record[self._key]
         if not isinstance(text, str):
@@ -122,12 +143,36 @@ class JsonLines:
                 "the whole pair"
             ) from None
 
-    def name(self, document: int) -> str:
-        """The file's path and the line, counted from 1."""
-        return f"{printable(self._file(document))}, line {self._numbers[document]},"
 
-    def _file(self, document: int) -> Path:
-        return self._files[np.searchsorted(self._first, document, side="right") - 1]
+class ChatLines(_Records):
+    """JSON lines files: each line is a conversation, see :class:`burst_jax.data.ChatTokens`."""
+
+    is_chats = True
+
+    def __init__(self, files: list[Path]):
+        super().__init__(files)
+        if len(self.sizes):
+            self.record(0)  # Fails early for another format.
+
+    def read(self, document: int, start: int = 0, stop: int = 0) -> bytes:
+        """The whole line; ``start`` and ``stop`` are ignored."""
+        del start, stop
+        return self.line(document, "cut the conversation")
+
+    def record(self, document: int) -> dict[str, Any]:
+        """The object of a line."""
+        remedy = ': each line must be an object like {"messages": [...]}'
+        record = parse(self.read(document), self.name(document), remedy)
+        if not isinstance(record, dict):
+            raise ValueError(f"{self.name(document)} is {kind_of(record)}{remedy}")
+        return record
+
+
+def kind_of(record: Any) -> str:
+    """What a line's value is, for a message: its keys, or its type."""
+    if isinstance(record, dict):
+        return f"keys [{first_of([repr(key) for key in sorted(record)])}]"
+    return type(record).__name__
 
 
 def _lines(file: Path) -> np.ndarray:
@@ -159,6 +204,7 @@ class TokenArrays:
     """
 
     is_text = False
+    is_chats = False
     divisible = True
 
     def __init__(self, files: list[Path]):

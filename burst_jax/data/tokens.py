@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from burst_jax.data.special_tokens import CONFIG, added_to_texts, read_config
 from burst_jax.errors import first_of, optional, printable
 from burst_jax.json_files import read_bounded
 
@@ -88,25 +89,35 @@ class ByteTokens:
 class TokenizerFile:
     """A ``tokenizer.json`` of the ``tokenizers`` library, as Hugging Face transformers saves it.
 
-    Truncation and padding of the file are disabled, because documents are packed. No special tokens
-    are added except the separator.
+    Truncation and padding of the file are disabled, because documents are packed.
 
     Args:
       path: the file.
       separator: token appended to each document, like ``"<|endoftext|>"``, or None.
+      special_tokens: whether documents start and end with the special tokens that transformers adds
+        to a text, usually BOS alone: those of the file's post-processor. Later sequences and chunks
+        of a document do not start with them. ``add_bos_token`` and ``add_eos_token`` of a
+        ``tokenizer_config.json`` next to the file have no effect, as in transformers 5; one that
+        contradicts the post-processor warns.
 
     Attributes:
       vocab_size: largest id plus 1, including added tokens.
       tokenizer: the ``tokenizers.Tokenizer``.
+      prefix_ids: ids that each document starts with; empty without ``special_tokens``.
+      suffix_ids: ids that each document ends with, before the separator; empty without
+        ``special_tokens``.
 
     Raises:
       ImportError: ``tokenizers`` is not installed.
-      ValueError: there is no such file, it is not a tokenizer, or it lacks the separator.
+      ValueError: there is no such file, it is not a tokenizer, it lacks the separator, or documents
+        end with that token already; ``tokenizer_config.json`` is not valid.
     """
 
     is_bytes = False
 
-    def __init__(self, path: str | Path, separator: str | None = None):
+    def __init__(
+        self, path: str | Path, separator: str | None = None, *, special_tokens: bool = False
+    ):
         tokenizers = optional("tokenizers", user="TokenizerFile", extra="data")
         self._path = Path(path)
         try:
@@ -135,8 +146,22 @@ class TokenizerFile:
                 f"separator is {separator!r}, which is not in {printable(path)}: use one of its "
                 f"tokens; its special tokens are {first_of(special, 10)}"
             )
+        self.prefix_ids: tuple[int, ...] = ()
+        self.suffix_ids: tuple[int, ...] = ()
+        if special_tokens:
+            folder = self._path.parent
+            self.prefix_ids, self.suffix_ids = added_to_texts(
+                self.tokenizer, read_config(folder), str(folder / CONFIG)
+            )
+        if self.separator_id is not None and self.separator_id in self.suffix_ids:
+            raise ValueError(
+                f"separator is {separator!r}, with which texts of {printable(path)} end already: "
+                "leave it out"
+            )
         digest = hashlib.blake2b(contents, digest_size=16).hexdigest()
         self._fingerprint = f"tokenizer {digest}, separator {separator!r}"
+        if self.prefix_ids or self.suffix_ids:
+            self._fingerprint += f", from {self.prefix_ids} to {self.suffix_ids}"
 
     def __repr__(self) -> str:
         return f"TokenizerFile({str(self._path)!r}, vocab_size={self.vocab_size})"
@@ -153,6 +178,14 @@ class TokenizerFile:
             for part in _parts(text.decode())
         ]
         return np.concatenate([np.array(ids, np.int32) for ids in found])
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """``(ids, offsets)``: int32 ``[tokens]``, and the characters of each, int ``[tokens, 2]``.
+
+        Tokens of parts of a character have all of it.
+        """
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids ``[tokens]``."""

@@ -67,9 +67,10 @@ def nnx_attention_fn(
     The layer's input is ``[*batch, T, features]`` in the token order of ``layout``. Several batch
     dimensions are flattened into one of size B; segment ids are ``[B, T]``.
 
-    Flax's layer does not pass lengths or segment ids to its ``attention_fn`` (0 is padding,
-    documents count from 1). Create the function where the batch is known, and set the layer's back
-    before a traced function returns: under ``nnx.jit`` the layer would keep it, with tracers. ::
+    Flax's layer does not pass lengths or segment ids to its ``attention_fn``. Create the function
+    where they are known (segment id 0 is padding, documents count from 1), and set the layer's own
+    back before a traced function returns: under ``nnx.jit`` the layer would keep it, with tracers.
+    ::
 
         @nnx.jit
         def attend(layer, x, segment_ids):
@@ -82,7 +83,7 @@ def nnx_attention_fn(
 
     For all layers of a model, see docs/flax.md, "Masks of a batch".
 
-    Each argument that Flax passes is either applied or rejected:
+    Each argument that Flax passes is either applied or raises:
 
     ==================== ==============================================================
     ``is_causal``        causal if the call or the option sets it (Flax always passes it,
@@ -93,9 +94,9 @@ def nnx_attention_fn(
                          memory here
     ``precision``        None or an equivalent (``Precision.DEFAULT``, "default"), otherwise
                          NotImplementedError
-    ``mask``, ``bias``   rejected: a dense [T, S] array does not fit on a device
-    ``module``           rejected (``sow_weights=True``): weights are never materialized
-    ``input_positions``  rejected: no RoPE is applied here, ``BurstAttention`` applies it
+    ``mask``, ``bias``   raise: a dense [T, S] array does not fit on a device
+    ``module``           raises (``sow_weights=True``): weights are never materialized
+    ``input_positions``  raises: no RoPE is applied here, ``BurstAttention`` applies it
     ==================== ==============================================================
 
     Args:
@@ -110,9 +111,9 @@ def nnx_attention_fn(
     Raises:
       TypeError: immediately, for an unknown option.
       ValueError: immediately, for an option that is not accepted, or for ``pad`` with a layout
-        other than contiguous; in the call, for an argument that the table rejects, without ``pad``
-        for lengths that the mesh does not divide, and outside of ``jit`` for an option from a
-        traced function that has ended (under ``jit`` JAX raises ``UnexpectedTracerError``).
+        other than contiguous; in the call, for arguments as in the table, without ``pad`` for
+        lengths that the mesh does not divide, and outside of ``jit`` for an option from a traced
+        function that has ended (under ``jit`` JAX raises ``UnexpectedTracerError``).
       NotImplementedError: in the call, for a precision other than the default.
     """
     return _AttentionFn("nnx_attention_fn", options)
@@ -131,7 +132,7 @@ def linen_attention_fn(
 
     It works as :func:`nnx_attention_fn` does. Linen's layer passes no ``is_causal``: set it as an
     option. The softmax is float32 with and without ``force_fp32_for_softmax``. Custom einsums
-    (``qk_attn_weights_einsum``, ``attn_weights_value_einsum``) are rejected: the kernels fuse both.
+    (``qk_attn_weights_einsum``, ``attn_weights_value_einsum``) raise: the kernels fuse both.
 
     A linen model is called with the batch's segment ids (0 is padding, documents count from 1), so
     it can create the function inside::

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.errors import check_integer, check_positive
-from burst_jax.layers.nnx_layer import KERNEL_INIT, project
+from burst_jax.layers.nnx_layer import KERNEL_INIT
 from burst_jax.layers.norm import RMSNorm
+from burst_jax.layers.projection import project
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
@@ -90,6 +91,8 @@ class GatedDeltaNet(nnx.Module):
       out_features: number of features of the output; None is D.
       conv_taps: number of taps of the convolutions, W.
       norm_epsilon: epsilon of the output's norm.
+      negative_eigenvalues: whether beta is ``2 sigmoid(x Wb)``, with which the state's transitions
+        have eigenvalues from -1 to 1 (arXiv 2411.12537), as in Olmo Hybrid.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
       param_dtype: floating dtype of the weights, but for ``A_log`` and ``dt_bias``, which are
         float32.
@@ -120,6 +123,7 @@ class GatedDeltaNet(nnx.Module):
         out_features: int | None = None,
         conv_taps: int = 4,
         norm_epsilon: float = 1e-6,
+        negative_eigenvalues: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = KERNEL_INIT,
@@ -139,6 +143,7 @@ class GatedDeltaNet(nnx.Module):
         check_positive("norm_epsilon", norm_epsilon)
         parse_layout(layout)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads
+        self.negative_eigenvalues = negative_eigenvalues
         # A tuple, because nnx hashes the static attributes of a module.
         self.options: tuple[tuple[str, Any], ...] = (
             ("batch_axis", batch_axis),
@@ -152,14 +157,12 @@ class GatedDeltaNet(nnx.Module):
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        to_heads = functools.partial(linear, in_features, kernel_init=kernel_init)
+        inner = functools.partial(linear, kernel_init=kernel_init)
         key_heads, value_heads = (num_key_heads, head_dim), (num_heads, value_head_dim)
-        self.query = to_heads(key_heads)
-        self.key = to_heads(key_heads)
-        self.value = to_heads(value_heads)
-        self.output_gate = to_heads(value_heads)
-        self.beta = to_heads(num_heads)
-        self.decay = to_heads(num_heads)
+        self.query = inner(in_features, key_heads)
+        self.key = inner(in_features, key_heads)
+        self.value = inner(in_features, value_heads)
+        dt_shape = self._add_gates(inner, in_features, head_dim, value_heads)
         self.out = linear(
             value_heads,
             in_features if out_features is None else out_features,
@@ -179,7 +182,7 @@ class GatedDeltaNet(nnx.Module):
         )
         self.A_log = nnx.Param(jnp.log(rates))
         low, high = map(math.log, TIME_STEPS)
-        steps = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, low, high))
+        steps = jnp.exp(jax.random.uniform(rngs.params(), dt_shape, jnp.float32, low, high))
         # softplus of it is the time step.
         self.dt_bias = nnx.Param(steps + jnp.log(-jnp.expm1(-steps)))
         self.norm = RMSNorm(value_head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
@@ -327,12 +330,30 @@ class GatedDeltaNet(nnx.Module):
         return layer
 
     def gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``(log decay, beta)``, float32 ``[B, T, N]`` each."""
-        wide = jnp.float32
-        time_step = jax.nn.softplus(project(self.decay, x).astype(wide) + _wide(self.dt_bias))
-        return -jnp.exp(_wide(self.A_log)) * time_step, jax.nn.sigmoid(
-            project(self.beta, x).astype(wide)
-        )
+        """``(log decay, beta)`` in float32, as of :func:`burst_jax.linear.gated_delta_rule`."""
+        wide, bias = jnp.float32, _wide(self.dt_bias)
+        time_step = jax.nn.softplus(self._time_step(x).astype(wide) + bias)
+        rate = jnp.exp(_wide(self.A_log)).reshape(-1, *[1] * (bias.ndim - 1))
+        beta = jax.nn.sigmoid(project(self.beta, x).astype(wide))
+        return -rate * time_step, 2 * beta if self.negative_eigenvalues else beta
+
+    def _add_gates(
+        self, linear: Any, in_features: int, head_dim: int, value_heads: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """Adds the gates' projections by ``linear``; returns the shape of ``dt_bias``."""
+        del head_dim
+        self.output_gate = linear(in_features, value_heads)
+        self.beta = linear(in_features, value_heads[0])
+        self.decay = linear(in_features, value_heads[0])
+        return value_heads[:1]
+
+    def _time_step(self, x: jax.Array) -> jax.Array:
+        """The time step of the decays before bias and softplus."""
+        return project(self.decay, x)
+
+    def _output_gate(self, x: jax.Array) -> jax.Array:
+        """The factor on the normalized heads, float32 ``[B, T, N, Hv]``."""
+        return jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
 
     def _mix(
         self,
@@ -390,10 +411,9 @@ class GatedDeltaNet(nnx.Module):
 
     def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
         """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
-        gate = jax.nn.silu(project(self.output_gate, x).astype(jnp.float32))
-        gated = (self.norm(out.astype(jnp.float32)) * gate).astype(out.dtype)
+        gated = self.norm(out.astype(jnp.float32)) * self._output_gate(x)
         tensor_axis = dict(self.options)["tensor_axis"]
-        return project(self.out, gated, summed_over=tensor_axis)
+        return project(self.out, gated.astype(out.dtype), summed_over=tensor_axis)
 
     def _mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh of the arrays; None on one device."""
@@ -427,8 +447,8 @@ class GatedDeltaNet(nnx.Module):
         names, mesh = flat_names(options["tensor_axis"]), self._mesh()
         if mesh is not None and set(mesh.explicit_axes).intersection(names):
             raise NotImplementedError(
-                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: GatedDeltaNet "
-                "gathers its weights over Explicit axes; make the axis Auto "
+                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: "
+                f"{type(self).__name__} gathers its weights over Explicit axes; make the axis Auto "
                 "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
             )
 

@@ -48,11 +48,11 @@ class LinenBurstAttention(linen.Module):
         params = nnx.to_pure_dict(nnx.state(nnx_layer, nnx.Param))
         out = LinenBurstAttention(num_heads=8, mesh=mesh).apply({"params": params}, x, positions)
 
-    The attributes are the arguments of :class:`burst_jax.BurstAttention`, and its options of
-    :func:`burst_attention`, with the same defaults. The initializers may be of
-    ``linen.with_partitioning``, naming the three axes of a kernel: ``[D, N, H]``, ``[D, K, H]`` and
-    ``[D, K, Hv]``, or ``[N, Hv, out_features]`` for the output kernel. As in linen's
-    ``DenseGeneral`` they are called with the shape of a matrix.
+    The attributes are the arguments of :class:`burst_jax.BurstAttention` and the options of
+    :func:`burst_attention` that it accepts, with the same defaults. The initializers may be
+    wrapped by ``linen.with_partitioning``, with names for the three axes of a kernel: ``[D, N,
+    H]``, ``[D, K, H]`` and ``[D, K, Hv]``, or ``[N, Hv, out_features]`` for the output kernel. As
+    in linen's ``DenseGeneral`` they are called with the shape of a matrix.
 
     Raises:
       TypeError: immediately, for an unknown argument.

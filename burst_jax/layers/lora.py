@@ -41,6 +41,11 @@ PROJECTIONS = {
     "output_gate": "in_proj_z",
     "beta": "in_proj_b",
     "decay": "in_proj_a",
+    # Of Kimi Delta Attention.
+    "output_gate_a": "g_a_proj",
+    "output_gate_b": "g_b_proj",
+    "decay_a": "f_a_proj",
+    "decay_b": "f_b_proj",
     # Of a mixture of experts, whose experts have no adapters.
     "router": "router",
 }
@@ -62,8 +67,9 @@ class Lora:
       targets: the projections with adapters: a regular expression that matches the whole name, or a
         tuple of names. The names are query, key, value, out, gate, up and down, or those of
         transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; router, in
-        place of the last three, in a mixture of experts; and output_gate, beta and decay of Gated
-        DeltaNet. Default: all that the model has.
+        place of the last three, in a mixture of experts; output_gate, beta and decay of Gated
+        DeltaNet, and output_gate of gated attention; beta, output_gate_a, output_gate_b, decay_a
+        and decay_b of Kimi Delta Attention. Default: all that the model has.
       rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
 
     Raises:

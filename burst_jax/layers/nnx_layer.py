@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,14 @@ from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArr
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.score_mod import reject_batch_and_head_indices
 from burst_jax.attention.segment_ids import SIDES, with_padding_zero
+from burst_jax.errors import shown
 from burst_jax.layers.attention_fn import check_options
-from burst_jax.layers.lora import add_adapter, slice_outputs
-from burst_jax.layers.norm import RMSNorm
+from burst_jax.layers.norm import JointRMSNorm, RMSNorm
+from burst_jax.layers.projection import local_heads, project
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
 from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import (
-    AxisNames,
     flat_names,
     gather_explicit,
     inside_shard_map,
@@ -68,6 +67,7 @@ class BurstAttention(nnx.Module):
         q, k, v = x Wq, x Wk, x Wv                 # [B,T,N,H] [B,T,K,H] [B,T,K,Hv]
         q, k = rope(norm(q)), rope(norm(k))        # by the positions of the call
         out = burst_attention(q, k, v, sink_logits=sinks, **options) Wo
+        out = (burst_attention(...) * sigmoid(x Wg)) Wo        # with output_gate
 
     B batch, T length, D features, N query heads, K key/value heads, H head dim of queries and keys,
     Hv head dim of values.
@@ -89,7 +89,11 @@ class BurstAttention(nnx.Module):
       rope_theta: RoPE's base, or a :class:`burst_jax.models.Rope`; None applies no RoPE.
       sinks: whether each query head's softmax has one more logit, a parameter ``sinks``, float32
         ``[N]``, as in gpt-oss. See ``sink_logits`` of :func:`burst_attention`.
-      qk_norm: whether every query and key head is RMS-normalized over H, before RoPE.
+      qk_norm: whether every query and key head is RMS-normalized over H, before RoPE. "joint"
+        normalizes the features of all heads of a token together, as in OLMo 2
+        (:class:`burst_jax.layers.norm.JointRMSNorm`).
+      output_gate: whether attention's output is multiplied by ``sigmoid(x Wg)``, ``[B, T, N, Hv]``,
+        before the output projection, as in Qwen3-Next; Wg is the projection ``output_gate``.
       norm_epsilon: epsilon of these norms.
       norm_offset: added to the scales of these norms, see :class:`burst_jax.layers.norm.RMSNorm`.
       dtype: floating dtype of the computation; None promotes the dtypes of input and weights.
@@ -120,7 +124,8 @@ class BurstAttention(nnx.Module):
         out_bias: bool | None = None,
         rope_theta: float | Rope | None = 10000.0,
         sinks: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | Literal["joint"] = False,
+        output_gate: bool = False,
         norm_epsilon: float = 1e-6,
         norm_offset: float = 0.0,
         dtype: DTypeLike | None = None,
@@ -148,6 +153,8 @@ class BurstAttention(nnx.Module):
             head_dim = in_features // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         _check_sizes(num_heads, num_kv_heads, head_dim, value_head_dim, rope_theta)
+        if qk_norm not in (False, True, "joint"):
+            raise ValueError(f"qk_norm is {shown(qk_norm)}: use True, False or 'joint'")
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
@@ -172,14 +179,16 @@ class BurstAttention(nnx.Module):
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
         )
 
-        def norm() -> RMSNorm | None:
-            if not qk_norm:
-                return None
-            return RMSNorm(
-                head_dim, epsilon=norm_epsilon, offset=norm_offset, param_dtype=param_dtype
-            )
+        def norm(heads: int) -> RMSNorm | JointRMSNorm | None:
+            make, more = functools.partial(RMSNorm, head_dim), {}
+            if qk_norm == "joint":
+                make = functools.partial(JointRMSNorm, heads, head_dim)
+                more = {"heads_axis": options.get("tensor_axis")}
+            numbers = {"epsilon": norm_epsilon, "offset": norm_offset, "param_dtype": param_dtype}
+            return make(**numbers, **more) if qk_norm else None
 
-        self.query_norm, self.key_norm = norm(), norm()
+        self.query_norm, self.key_norm = norm(num_heads), norm(num_kv_heads)
+        self.output_gate = to_heads((num_heads, value_head_dim)) if output_gate else None
         # Last, so that the other weights do not depend on it.
         self.sinks = (
             nnx.Param(SINK_INIT(rngs.params(), (num_heads,), jnp.float32)) if sinks else None
@@ -293,12 +302,16 @@ class BurstAttention(nnx.Module):
         if inside:
             query = project(layer.query, x)
             self._check_local_heads(query.shape[2])
-            local = (self._local_kv(linear, query.shape[2]) for linear in (self.key, self.value))
+            first, count = self._first_kv_head(query.shape[2])
+            local = (local_heads(linear, first, count) for linear in (self.key, self.value))
             key, value = (project(linear, x) for linear in local)
         else:
             query, key, value = layer.query(x), layer.key(x), layer.value(x)
+            first = jnp.int32(0)
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = layer.query_norm(query), layer.key_norm(key)
+            query = layer.query_norm(query)
+            of_key = (first,) if isinstance(layer.key_norm, JointRMSNorm) else ()
+            key = layer.key_norm(key, *of_key)
         if rope is not None:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
         options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids, **masks}
@@ -317,7 +330,7 @@ class BurstAttention(nnx.Module):
         if not inside:
             fn = attention_fn or _without_aux(burst_attention)
             out, aux = fn(query, key, value, **options)
-            return layer.out(out), aux
+            return layer.out(layer.gated(out, x)), aux
         tensor_axis = options.pop("tensor_axis", None)
         batch_and_heads = flat_names(options.pop("batch_axis", None), tensor_axis)
         options.pop("mesh", None)
@@ -330,7 +343,14 @@ class BurstAttention(nnx.Module):
         axis = options.pop("seq_axis", "seq")
         fn = attention_fn or _without_aux(ring_attention)
         out, aux = fn(query, key, value, axis, **options)
-        return project(self.out, out, summed_over=tensor_axis), aux
+        return project(self.out, self.gated(out, x), summed_over=tensor_axis), aux
+
+    def gated(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """``out * sigmoid(x Wg)``, or ``out`` without an output gate; in the dtype of ``out``."""
+        if self.output_gate is None:
+            return out
+        gate = project(self.output_gate, x).astype(jnp.float32)
+        return out * jax.nn.sigmoid(gate).astype(out.dtype)
 
     def with_projections(
         self,
@@ -339,6 +359,7 @@ class BurstAttention(nnx.Module):
         key: nnx.Module | None = None,
         value: nnx.Module | None = None,
         out: nnx.Module | None = None,
+        output_gate: nnx.Module | None = None,
         normalized: bool = False,
     ) -> BurstAttention:
         """A copy with other projections, for use inside a ``shard_map``.
@@ -350,10 +371,11 @@ class BurstAttention(nnx.Module):
           key: the same for keys.
           value: the same for values.
           out: the same for the output, called with ``[B, T, heads, Hv]``.
+          output_gate: the same for the output gate, which it returns with Hv features.
           normalized: whether ``query`` and ``key`` include the layer's norms.
         """
         layer = nnx.merge(*nnx.split(self))
-        given = {"query": query, "key": key, "value": value, "out": out}
+        given = {"query": query, "key": key, "value": value, "out": out, "output_gate": output_gate}
         for name, projection in given.items():
             if projection is not None:
                 setattr(layer, name, projection)
@@ -398,24 +420,18 @@ class BurstAttention(nnx.Module):
                 "the query and out weights over it, or leave tensor_axis out"
             )
 
-    def _local_kv(self, linear: nnx.LinearGeneral, num_heads: int) -> nnx.LinearGeneral:
-        """The projection to the key/value heads of this device's ``num_heads`` query heads.
+    def _first_kv_head(self, num_heads: int) -> tuple[jax.Array, int]:
+        """``(first, count)`` of the key/value heads of this device's ``num_heads`` query heads.
 
         If there are fewer key/value heads than devices along ``tensor_axis``, their weights are
         replicated, and each device projects only to the heads that its query heads use.
         """
-        (n, _), (k, features) = self.query.out_features, linear.out_features
-        needed = max(1, k * num_heads // n)
-        if linear.kernel.shape[-2] == needed:
-            return linear
+        n, k = self.query.out_features[0], self.key.out_features[0]
+        count = max(1, k * num_heads // n)
+        if self.key.kernel.shape[-2] == count:
+            return jnp.int32(0), count
         device = lax.axis_index(flat_names(dict(self.options)["tensor_axis"]))
-        first = device * num_heads // (n // k)
-        graphdef, adapter, state = nnx.split(linear, nnx.LoRAParam, ...)
-        local = jax.tree.map(
-            lambda w: lax.dynamic_slice_in_dim(w, first, needed, axis=w.ndim - 2), state
-        )
-        adapter = slice_outputs(adapter, first * features, needed * features)
-        return nnx.merge(graphdef, adapter, local)
+        return device * num_heads // (n // k), count
 
     def _check_explicit_heads(self) -> None:
         """Raises NotImplementedError if heads are sharded over an Explicit axis.
@@ -443,8 +459,8 @@ def _check_sizes(
             f"num_heads is {num_heads}, num_kv_heads {num_kv_heads}: num_heads must be a multiple "
             "of num_kv_heads"
         )
-    if rope is not None and head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
+    if rope is not None:
+        (rope if isinstance(rope, Rope) else Rope()).rotated(head_dim)
     if isinstance(rope, DynamicRope):
         raise NotImplementedError(
             f"rope_theta is {rope}: its frequencies depend on the longest sequence of the whole "
@@ -457,28 +473,3 @@ def _check_sizes(
 
 def _without_aux(attention: Callable[..., jax.Array]) -> AttentionFn:
     return lambda *arrays, **options: (attention(*arrays, **options), None)
-
-
-def project(
-    linear: nnx.LinearGeneral | nnx.Linear, x: jax.Array, summed_over: AxisNames = None
-) -> jax.Array:
-    """``linear(x)`` inside a ``shard_map``, with this device's features of the weights.
-
-    A LoRA adapter is included. The bias is added separately: nnx expects the bias of all features,
-    and if products are summed over mesh axes it must be added once.
-    """
-    kernel = linear
-    if linear.bias is not None:
-        kernel = nnx.merge(*nnx.split(linear))
-        kernel.bias, kernel.use_bias = None, False
-    out = psum_manual(add_adapter(linear, x, kernel(x)), summed_over)
-    return out if linear.bias is None else add_bias(out, linear.bias[...])
-
-
-def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
-    """``out + bias`` in the dtype of ``out``, added in float32.
-
-    The gradient of a bias is a sum over all tokens in the dtype of this addition, and a sum in
-    bfloat16 stops growing after some hundred terms.
-    """
-    return (out.astype(jnp.float32) + bias.astype(jnp.float32)).astype(out.dtype)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
+
+from burst_jax.parallel.mesh import AxisNames, flat_names
 
 
 class RMSNorm(nnx.Module):
@@ -41,6 +44,53 @@ class RMSNorm(nnx.Module):
         normed = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square)
         scale = self.scale[...].astype(jnp.float32)
         return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype)
+
+
+class JointRMSNorm(nnx.Module):
+    """RMS normalization of the features of all heads of a token together, as in OLMo 2.
+
+    ``x / sqrt(mean(x^2) + epsilon) * (offset + scales)`` for ``[B, T, heads, H]``, the mean over
+    the last two axes. Inside a ``shard_map`` the heads are one device's, and the mean is that of
+    all devices along ``heads_axis``, on each of which as many heads are.
+
+    Args:
+      num_heads: number of heads.
+      head_dim: number of features of a head, H.
+      epsilon: added to the mean square.
+      offset: added to ``scales``.
+      heads_axis: mesh axis, or axes, that shard the heads.
+      param_dtype: floating dtype of ``scales``, ``[heads, H]``, initialized to ``1 - offset``.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        epsilon: float = 1e-6,
+        offset: float = 0.0,
+        heads_axis: AxisNames = None,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self.epsilon, self.offset, self.heads_axis = epsilon, offset, heads_axis
+        self.scales = nnx.Param(jnp.full((num_heads, head_dim), 1 - offset, param_dtype))
+
+    def __call__(self, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Normalizes ``[B, T, heads, H]``; the result has its dtype.
+
+        ``first`` is the index in ``scales`` of the first head, where ``x`` has some of them; None
+        is 0.
+        """
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), (-2, -1), keepdims=True)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if axes := tuple(name for name in flat_names(self.heads_axis) if name in manual):
+            mean = lax.pmean(mean, axes)
+        scales = self.scales[...]
+        if first is not None and scales.shape[0] != x.shape[-2]:
+            scales = lax.dynamic_slice_in_dim(scales, first, x.shape[-2])
+        scales = scales.astype(jnp.float32) + self.offset
+        return (wide * lax.rsqrt(mean + self.epsilon) * scales).astype(x.dtype)
 
 
 def mean_square(x: jax.Array, epsilon: float) -> jax.Array:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.errors import check_positive
+from burst_jax.errors import check_positive, shown
 from pallas_kernels.arrays import as_int32
 
 # A position is split as high * 2**LOW_BITS + low, see rope_table.
@@ -33,18 +34,41 @@ class Rope:
 
     Attributes:
       theta: the base; the longest wavelength is just below ``2 pi theta`` tokens.
+      fraction: share of a head's features that are rotated, the first ones, from 0 to 1. H is then
+        their number, ``int(fraction * head_dim)``. 0 is no RoPE (NoPE).
 
     Raises:
-      ValueError: theta is not positive and finite.
+      ValueError: theta is not positive and finite, or fraction is not from 0 to 1.
     """
 
     theta: float = 10000.0
+    fraction: float = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not isinstance(value, bool):
+            if field.name != "fraction" and value is not None and not isinstance(value, bool):
                 check_positive(f"{type(self).__name__}'s {field.name}", value)
+        real = isinstance(self.fraction, numbers.Real) and not isinstance(self.fraction, bool)
+        if not (real and 0 <= self.fraction <= 1):
+            raise ValueError(
+                f"{type(self).__name__}'s fraction is {shown(self.fraction)}: it must be from 0, "
+                "no RoPE, to 1, RoPE of all head features"
+            )
+
+    def rotated(self, head_dim: int) -> int:
+        """Number of features of a head that are rotated.
+
+        Raises:
+          ValueError: it is odd.
+        """
+        count = int(head_dim * self.fraction)
+        if count % 2:
+            given = f"head_dim is {head_dim}"
+            if self.fraction != 1:
+                given += f", and RoPE's fraction {self.fraction}, {count} features"
+            raise ValueError(f"{given}: RoPE rotates pairs, so it must be even")
+        return count
 
     @property
     def magnitude(self) -> float:
@@ -247,7 +271,8 @@ def rope_table(
         None is that of ``positions``.
 
     Returns:
-      The table, float32 ``[B, T, H/2]``, or ``[1, T, H/2]`` for positions ``[T]``.
+      The table, float32 ``[B, T, H/2]``, or ``[1, T, H/2]`` for positions ``[T]``; fewer columns if
+      :attr:`Rope.fraction` is below 1.
 
     Raises:
       ValueError: positions of another rank or dtype, an odd head_dim, theta not positive.
@@ -255,12 +280,13 @@ def rope_table(
     if positions.ndim not in (1, 2):
         raise ValueError(f"positions has shape {positions.shape}: pass int32 [B, T] or [T]")
     tokens = jnp.asarray(as_int32("positions", positions))
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}: RoPE rotates pairs, so it must be even")
     if not isinstance(theta, Rope):
         if not theta > 0:
             raise ValueError(f"theta is {theta}: it must be positive")
         theta = Rope(theta)
+    if head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim}: it must be 1 or more")
+    head_dim = theta.rotated(head_dim)
     if tokens.ndim == 1:
         tokens = tokens[None]
     frequency = theta.frequencies(head_dim)
@@ -285,24 +311,32 @@ def rope_table(
 
 
 def apply_rope(x: jax.Array, table: RopeTable) -> jax.Array:
-    """Rotates the pairs ``(x[i], x[i + H/2])`` of every head (Su et al. 2021, section 3.2).
+    """Rotates the pairs ``(x[i], x[i + R/2])`` of every head (Su et al. 2021, section 3.2).
+
+    R is H, or with :attr:`Rope.fraction` fewer: the features after the first R do not change.
 
     Args:
       x: ``[B, T, N, H]``, any floating dtype; the rotation is computed in float32.
-      table: of :func:`rope_table`, for T positions in B sequences, or in one for all.
+      table: of :func:`rope_table`, for T positions in B sequences, or in one for all; with R / 2
+        columns.
 
     Returns:
       ``x`` rotated, ``[B, T, N, H]`` in its dtype.
 
     Raises:
-      ValueError: the table has another T, B or H than ``x``.
+      ValueError: the table has another T or B than ``x``, or more features.
     """
     batch, length, half = table.cos.shape
-    if x.shape[1] != length or batch not in (1, x.shape[0]) or x.shape[3] != 2 * half:
+    if x.shape[1] != length or batch not in (1, x.shape[0]) or x.shape[3] < 2 * half:
         raise ValueError(
             f"x has shape {x.shape}, but positions cover {batch} sequences of {length} tokens "
-            f"with head_dim {2 * half}: pass one position per token"
+            f"with {2 * half} features of a head: pass one position per token"
         )
+    if not half:
+        return x
+    if 2 * half < x.shape[3]:
+        rotated, others = jnp.split(x, [2 * half], axis=-1)
+        return jnp.concatenate([apply_rope(rotated, table), others], axis=-1)
     cos, sin = table.cos[:, :, None, :], table.sin[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -119,11 +119,13 @@ def gated_delta_rule(
     r"""Linear attention with the gated delta rule, over sequences that devices share.
 
     .. math::
-        S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T, \qquad o_t = scale \cdot S_t^T q_t
+        S_t = (I - b_t k_t k_t^T) a_t S_{t-1} + b_t k_t v_t^T, \qquad o_t = scale \cdot S_t^T q_t
 
-    with :math:`a = \exp(log\_decay)` and :math:`b = beta` (Gated DeltaNet, arXiv 2412.06464). Each
-    device reduces its tokens to an affine map of the state, the devices exchange these maps, and
-    then each one scans its tokens: no token is sent, and no device waits for another one's scan.
+    with :math:`a = \exp(log\_decay)` and :math:`b = beta`. The decay :math:`a_t` is a number per
+    head (Gated DeltaNet, arXiv 2412.06464), or a diagonal matrix: a number per key channel (Kimi
+    Delta Attention, arXiv 2510.26692). Each device reduces its tokens to an affine map of the
+    state, the devices exchange these maps, and then each one scans its tokens: no token is sent,
+    and no device waits for another one's scan.
 
     Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values.
     Arrays with a T dimension are in the order of ``layout``.
@@ -133,7 +135,8 @@ def gated_delta_rule(
       key: ``[B, T, K, H]``, same dtype, each of norm 1 (the caller normalizes queries and keys).
         Value head h uses key head ``h // (N // K)``.
       value: ``[B, T, N, Hv]``, same dtype; N a multiple of K.
-      log_decay: ``[B, T, N]``, at most 0; float32 is best.
+      log_decay: ``[B, T, N]``, or ``[B, T, N, H]`` for a decay per key channel; at most 0, float32
+        is best.
       beta: ``[B, T, N]``, between 0 and 2.
       mesh: global arrays over this mesh; None is the mesh of ``jax.set_mesh``, and without one the
         arrays are one device's.
@@ -155,8 +158,8 @@ def gated_delta_rule(
         becomes NaN.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
-      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16 and
-        head dims 128; "xla"; or None for the fastest that supports the call.
+      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16, head
+        dims 128 and a decay per head; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with
@@ -167,8 +170,7 @@ def gated_delta_rule(
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
       NotImplementedError: a layout without long runs of tokens on a device (striped), an initial or
-        a final state in a balanced layout, a decay per key channel, or what the named
-        implementation does not support.
+        a final state in a balanced layout, or what the named implementation does not support.
     """
     Watched(
         mesh, seq_axis, batch_axis, tensor_axis, layout, segment_ids, padding_id, scale,
@@ -219,7 +221,7 @@ def gated_delta_rule_step(
       query: ``[B, K, H]`` bfloat16, float16 or float32.
       key: ``[B, K, H]``, same dtype, each of norm 1.
       value: ``[B, N, Hv]``, same dtype; N a multiple of K.
-      log_decay: ``[B, N]``, at most 0.
+      log_decay: ``[B, N]`` or ``[B, N, H]``, at most 0.
       beta: ``[B, N]``, between 0 and 2.
       state: float32 ``[B, N, H, Hv]``, the state before the token.
       scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
@@ -229,7 +231,6 @@ def gated_delta_rule_step(
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
-      NotImplementedError: a decay per key channel.
     """
     arrays = {
         "query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta,
@@ -244,7 +245,7 @@ def gated_delta_rule_step(
     def read(x: jax.Array, state: jax.Array) -> jax.Array:
         return jnp.einsum("bnk,bnkv->bnv", x, state, precision=lax.Precision.HIGHEST)
 
-    state = jnp.exp(decay)[..., None, None] * state
+    state = jnp.exp(decay).reshape(*b.shape, -1, 1) * state
     u = b[..., None] * (v - read(k, state))
     state = state + k[..., None] * u[..., None, :]
     return (scale * read(q, state)).astype(query.dtype), state

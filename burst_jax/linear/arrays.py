@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from burst_jax.attention.validation import FLOAT_DTYPES, check_is_array
 from burst_jax.layouts.run_tables import RUN_DIMENSIONS
 
 # Letters: B batch, T tokens, K key heads, N value heads, H and Hv head dims of keys and values, W
 # taps of a convolution, F its features, P = W - 1 the tokens before one that it reads. Those of the
-# tables of a balanced batch are on the mesh.
+# tables of a balanced batch are on the mesh. log_decay may have H as one more dimension
+# (:func:`dimensions_of`).
 DIMENSIONS = {
     "query": "B T K H",
     "key": "B T K H",
@@ -41,6 +40,13 @@ OUT, STATE = "B T N Hv", "B N H Hv"
 CONVOLVED, TAIL = "B T F", "B P F"
 
 
+def dimensions_of(name: str, array: Any, dimensions: Mapping[str, str] = DIMENSIONS) -> str:
+    """An argument's dimensions, by letter."""
+    letters = dimensions[name]
+    per_channel = name == "log_decay" and len(array.shape) == len(letters.split()) + 1
+    return f"{letters} H" if per_channel else letters
+
+
 def without_absent(arrays: Mapping[str, Any], *optional: str) -> dict[str, Any]:
     """The arrays but for optional ones that are None."""
     return {name: x for name, x in arrays.items() if x is not None or name not in optional}
@@ -52,9 +58,11 @@ def check_shapes(dimensions: Mapping[str, str], arrays: Mapping[str, Any]) -> di
     owner: dict[str, str] = {}
     for name, array in arrays.items():
         check_is_array(name, array, "an array")
-        letters = dimensions[name].split()
+        letters = dimensions_of(name, array, dimensions).split()
         wanted = f"[{', '.join(letters)}]"
         if len(array.shape) != len(letters) or 0 in array.shape:
+            if name == "log_decay" and letters[-1] != "H":
+                wanted += f" or [{', '.join([*letters, 'H'])}]"
             raise ValueError(
                 f"{name} has shape {array.shape}: it must be {wanted}, with no empty dimension"
             )
@@ -86,14 +94,7 @@ def check_rule(
 
     Raises:
       ValueError: an array has another shape or dtype.
-      NotImplementedError: one decay per key channel.
     """
-    decay, wanted = arrays["log_decay"], dimensions["log_decay"].split()
-    if isinstance(decay, jax.Array | np.ndarray) and decay.ndim == len(wanted) + 1:
-        raise NotImplementedError(
-            f"log_decay has shape {decay.shape}, a decay per key channel (Kimi Delta Attention), "
-            f"which is not implemented: pass one per value head, [{', '.join(wanted)}]"
-        )
     sizes = check_shapes(dimensions, arrays)
     check_floats(arrays, ("query", "key", "value", "log_decay", "beta"))
     dtypes = {name: arrays[name].dtype for name in ("query", "key", "value")}

@@ -17,7 +17,7 @@ from burst_jax.attention.watch import attention_program, watch_call
 from burst_jax.jax_compat import vmapped_over_mesh_axes
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
-from burst_jax.linear.arrays import DIMENSIONS
+from burst_jax.linear.arrays import dimensions_of
 from burst_jax.linear.runs import DeviceRuns, DocumentRuns, device_runs
 from burst_jax.parallel.mesh import (
     AxisNames,
@@ -142,7 +142,7 @@ class Devices:
             self.layout.check_shard(length, name)
 
     def spec(self, dimensions: str) -> P:
-        """The spec of an array with dimensions in the letters of :data:`DIMENSIONS`."""
+        """The spec of an array with dimensions in the letters of :mod:`burst_jax.linear.arrays`."""
         axes = {"B": self.batch, "T": self.seq} | dict.fromkeys("NKF", self.tensor)
         return P(*(axes.get(letter) or None for letter in dimensions.split()))
 
@@ -172,7 +172,8 @@ class Devices:
     def _checked(self, name: str, array: jax.Array) -> jax.Array:
         """A global array, split over Explicit mesh axes."""
         assert self.mesh is not None
-        letters = DIMENSIONS[name].split()
+        dimensions = dimensions_of(name, array)
+        letters = dimensions.split()
         for letter, size in zip(letters, array.shape, strict=True):
             axes = {"B": self.batch}.get(letter, self.tensor if letter in "NKF" else ())
             shards = axes_size(self.mesh, axes)
@@ -182,7 +183,7 @@ class Devices:
                     f"the size of {_ARGUMENTS[letter]} {axes}"
                 )
         arguments = [_ARGUMENTS.get(letter) for letter in letters]
-        return split_explicit(name, array, self.mesh, self.spec(DIMENSIONS[name]), arguments)
+        return split_explicit(name, array, self.mesh, self.spec(dimensions), arguments)
 
 
 def _check_forgotten_axes(seq: tuple[str, ...], layout: Layout) -> None:
@@ -234,7 +235,7 @@ def _on_mesh(
     return jax.shard_map(
         lambda arrays: body(request, arrays, None)[: len(results)],
         mesh=devices.mesh,
-        in_specs=({name: devices.spec(DIMENSIONS[name]) for name in arrays},),
+        in_specs=({name: devices.spec(dimensions_of(name, x)) for name, x in arrays.items()},),
         out_specs=tuple(devices.spec(dimensions) for dimensions in results),
         # The check fails under jax.vmap with spmd_axis_name.
         check_vma=not vmapped_over_mesh_axes(),

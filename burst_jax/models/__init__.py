@@ -11,6 +11,7 @@ from burst_jax.models.decoder import Decoder as Decoder
 from burst_jax.models.decoder import DecoderConfig as DecoderConfig
 from burst_jax.models.decoder import abstract_decoder as abstract_decoder
 from burst_jax.models.delta_net import DeltaNet as DeltaNet
+from burst_jax.models.delta_net import KimiDelta as KimiDelta
 from burst_jax.models.experts import Experts as Experts
 from burst_jax.models.experts import MixtureOfExperts as MixtureOfExperts
 from burst_jax.models.feed_forward import Auxiliary as Auxiliary

@@ -23,6 +23,7 @@ from burst_jax.models.remat import Remat
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Mixer = Literal["attention", "delta_net"]
+Norms = Literal["before", "after", "both"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,21 +35,29 @@ class LayerKind:
       rope: the layer's RoPE; None is the decoder's.
       mixer: "attention" (softmax), or "delta_net", Gated DeltaNet with the decoder's sizes, which
         has neither window nor RoPE.
+      norms: which RMS norms attention and feed-forward have: "before" of their inputs, "after" of
+        their outputs, which are then added to the residual stream (OLMo 2), or "both". None is
+        "both" with the decoder's ``post_norms``, else "before".
 
     Raises:
-      ValueError: a window that is not from 1 to 2**31 - 1, an unknown mixer, or a window or RoPE
-        of Gated DeltaNet.
+      ValueError: a window that is not from 1 to 2**31 - 1, an unknown mixer or norms, or a window
+        or RoPE of Gated DeltaNet.
     """
 
     window: int | None = None
     rope: Rope | None = None
     mixer: Mixer = "attention"
+    norms: Norms | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
             check_integer("window", self.window, 1, MAX_SIZE)
         if self.mixer not in (known := get_args(Mixer)):
             raise ValueError(f"mixer is {shown(self.mixer)}: use one of {str(known)[1:-1]}")
+        if self.norms not in (None, *(known := get_args(Norms))):
+            raise ValueError(
+                f"norms is {shown(self.norms)}: use one of {str(known)[1:-1]}, or None"
+            )
         for name, value in (("window", self.window), ("rope", self.rope)):
             if self.mixer != "attention" and value is not None:
                 raise ValueError(
@@ -79,7 +88,8 @@ class DecoderConfig:
       mlp_dim: number of hidden features of the feed-forward, M.
       rope_theta: RoPE's base.
       logits_soft_cap: soft cap of the attention logits, or None.
-      qk_norm: whether every query and key head is RMS-normalized.
+      qk_norm: whether every query and key head is RMS-normalized; "joint" normalizes all heads of
+        a token together (:class:`burst_jax.BurstAttention`).
       dtype: floating dtype of the computation and of the residual stream.
       param_dtype: floating dtype of the weights.
       remat: what a layer stores for its backward pass: "none", "selective", "attention", "half",
@@ -105,6 +115,8 @@ class DecoderConfig:
       tie_embeddings: whether the output projection is the embedding's transpose.
       scale_embeddings: whether embeddings are multiplied by ``sqrt(embed_dim)``, rounded to
         ``dtype``.
+      attention_gate: whether the output of softmax attention is multiplied by ``sigmoid(x Wg)``
+        before its projection (``output_gate`` of :class:`burst_jax.BurstAttention`).
       attention_sinks: whether each query head's softmax has one more logit, a float32 weight
         (``sinks`` of :class:`burst_jax.BurstAttention`).
       hf_config: text of the ``config.json`` that :func:`burst_jax.models.load` read, from which
@@ -115,9 +127,10 @@ class DecoderConfig:
         :class:`burst_jax.models.FeedForward`. Default: the gated MLP.
       experts: the experts of :class:`burst_jax.models.MixtureOfExperts`, or None for other
         feed-forwards.
-      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`): of those whose
-        kind has this mixer, or of all layers if ``layer_pattern`` is left out. A decoder without
-        softmax attention keeps the defaults of its fields. None is softmax attention alone.
+      delta_net: sizes of Gated DeltaNet layers (:class:`burst_jax.models.DeltaNet`), or of Kimi
+        Delta Attention (:class:`burst_jax.models.KimiDelta`): of those whose kind has this mixer,
+        or of all layers if ``layer_pattern`` is left out. A decoder without softmax attention keeps
+        the defaults of its fields. None is softmax attention alone.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
@@ -136,7 +149,7 @@ class DecoderConfig:
     mlp_dim: int = 768
     rope_theta: float = 10000.0
     logits_soft_cap: float | None = None
-    qk_norm: bool = True
+    qk_norm: bool | Literal["joint"] = True
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     remat: Remat = "attention"
@@ -155,6 +168,7 @@ class DecoderConfig:
     final_soft_cap: float | None = None
     tie_embeddings: bool = False
     scale_embeddings: bool = False
+    attention_gate: bool = False
     attention_sinks: bool = False
     hf_config: str | None = None
     lora: Lora | None = None
@@ -176,7 +190,7 @@ class DecoderConfig:
                 f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}: num_heads must "
                 "be a multiple of num_kv_heads"
             )
-        check("head_dim", self.head_dim % 2 == 0, "RoPE rotates pairs, so it must be even")
+        check("qk_norm", self.qk_norm in (True, False, "joint"), "use True, False or 'joint'")
         for name in ("rope_theta", "norm_epsilon"):
             check_positive(name, getattr(self, name))
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
@@ -207,6 +221,10 @@ class DecoderConfig:
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
             check(name, getattr(self, name) in known, f"use one of {str(known)[1:-1]}")
         check_config(self)
+        for rope in dict.fromkeys(self.layer_ropes):
+            rope.rotated(self.head_dim)
+        for mixer in self.mixers:
+            self.norms_of(mixer)
         if self.remat_layers is None:
             return
         if self.remat != "selective":
@@ -223,16 +241,44 @@ class DecoderConfig:
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, with its RoPE if it has softmax attention."""
+        """The kind of each layer, with its RoPE if it has softmax attention.
+
+        Norms are None if they are those of ``post_norms``.
+        """
         default = Rope(self.rope_theta) if self.rope is None else self.rope
         pattern = self.layer_pattern
         if self.delta_net is not None and pattern == DecoderConfig.layer_pattern:
             pattern = (LayerKind(mixer="delta_net"),)
         kinds = [
-            LayerKind(kind.window, kind.rope or default) if kind.mixer == "attention" else kind
+            dataclasses.replace(
+                kind,
+                rope=kind.rope or default if kind.mixer == "attention" else None,
+                norms=None if kind.norms == self._norms else kind.norms,
+            )
             for kind in pattern
         ]
         return tuple(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+
+    def norms_of(self, mixer: Mixer) -> Norms:
+        """The norms of the layers with a mixer.
+
+        Raises:
+          ValueError: they differ.
+        """
+        kinds = [kind for kind in self.layer_kinds if kind.mixer == mixer]
+        found = sorted({kind.norms or self._norms for kind in kinds})
+        if len(found) > 1:
+            raise ValueError(
+                f"layer_pattern has layers with mixer {mixer!r} and norms "
+                f"{' and '.join(map(repr, found))}: the weights of these layers are stacked, so "
+                "they must have the same norms"
+            )
+        return found[0]
+
+    @property
+    def _norms(self) -> Norms:
+        """The norms of layers whose kind has none."""
+        return "both" if self.post_norms else "before"
 
     @functools.cached_property
     def mixers(self) -> dict[Mixer, int]:
@@ -296,7 +342,8 @@ class DecoderConfig:
             return self.delta_net.projections(self.embed_dim)
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         d = self.embed_dim
-        return {"query": (d, query), "key": (d, kv), "value": (d, kv), "out": (query, d)}
+        sizes = {"query": (d, query), "key": (d, kv), "value": (d, kv), "out": (query, d)}
+        return sizes | ({"output_gate": (d, query)} if self.attention_gate else {})
 
     def train_flops_per_token(self, length: int) -> float:
         """Floating point operations per token of one forward and backward pass.

@@ -17,7 +17,7 @@ from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.models.config import DecoderConfig, Mixer
+from burst_jax.models.config import DecoderConfig, Mixer, Norms
 from burst_jax.models.delta_net import OPTIONS
 from burst_jax.models.remat import (
     ATTENTION_SUM,
@@ -34,8 +34,9 @@ DeltaNetFn = Callable[[GatedDeltaNet, jax.Array, jax.Array | None], tuple[jax.Ar
 class DecoderLayer(nnx.Module):
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    With the mixer "delta_net" attention is a :class:`burst_jax.GatedDeltaNet`. With
-    ``config.post_norms`` it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``.
+    With the mixer "delta_net" attention is a :class:`burst_jax.GatedDeltaNet`. With the norms
+    "both" of its kind it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, with
+    "after" ``x += norm(attention(x)); x += norm(mlp(x))``.
 
     Args:
       config: sizes and dtypes.
@@ -56,15 +57,20 @@ class DecoderLayer(nnx.Module):
         out_init = nnx.initializers.variance_scaling(
             1 / (2 * config.num_layers), "fan_in", "truncated_normal"
         )
-        self.attention_norm = norm_of(config)
+        norms = config.norms_of(mixer)
+
+        def norm(*places: Norms) -> RMSNorm | None:
+            return norm_of(config) if norms in places else None
+
+        self.attention_norm = norm("before", "both")
         make_mixer = _delta_net if mixer == "delta_net" else _attention
         self.attention: Any = make_mixer(config, out_init, rngs, options)
-        self.post_attention_norm = norm_of(config) if config.post_norms else None
-        self.mlp_norm = norm_of(config)
+        self.post_attention_norm = norm("after", "both")
+        self.mlp_norm = norm("before", "both")
         self.mlp: Any = config.feed_forward(
             config, out_init=out_init, hidden_axis=options.get("tensor_axis"), rngs=rngs
         )
-        self.post_mlp_norm = norm_of(config) if config.post_norms else None
+        self.post_mlp_norm = norm("after", "both")
         if config.lora is not None:
             of_attention, of_layer = config.mixer_sizes(mixer), config.projections(mixer)
             adapted = [
@@ -107,7 +113,7 @@ class DecoderLayer(nnx.Module):
           ``delta_net_fn`` returned next to its output, None without one.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        normed = self.attention_norm(x)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
         if isinstance(self.attention, GatedDeltaNet):
             if delta_net_fn is None:
                 attended, aux = self.attention.mix(normed, segment_ids, document_tables), None
@@ -127,8 +133,9 @@ class DecoderLayer(nnx.Module):
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(checkpoint_name(attended, BEFORE_POST_NORM))
         x = checkpoint_name(x + attended, ATTENTION_SUM)
+        normed = x if self.mlp_norm is None else self.mlp_norm(x)
         update, sums = self.mlp.with_sums(
-            self.mlp_norm(x), segment_ids, keeps_products=keeps_mlp_products(remat)
+            normed, segment_ids, keeps_products=keeps_mlp_products(remat)
         )
         if self.post_mlp_norm is not None:
             update = self.post_mlp_norm(checkpoint_name(update, BEFORE_POST_NORM))
@@ -161,6 +168,7 @@ def _attention(
         rope_theta=None,  # The decoder computes one table for all layers.
         sinks=config.attention_sinks,
         qk_norm=config.qk_norm,
+        output_gate=config.attention_gate,
         norm_epsilon=config.norm_epsilon,
         norm_offset=config.norm_offset,
         dtype=config.dtype,
@@ -176,13 +184,15 @@ def _attention(
 def _delta_net(
     config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
 ) -> GatedDeltaNet:
-    """Gated DeltaNet with those of the decoder's options that it has."""
+    """Linear attention with those of the decoder's options that it has."""
     assert config.delta_net is not None
     known: Any = {name: options[name] for name in OPTIONS if name in options}
-    return GatedDeltaNet(
+    own: dict[str, Any] = dataclasses.asdict(config.delta_net)
+    if own["norm_epsilon"] is None:
+        own["norm_epsilon"] = config.norm_epsilon
+    return config.delta_net.layer(
         config.embed_dim,
-        **dataclasses.asdict(config.delta_net),
-        norm_epsilon=config.norm_epsilon,
+        **own,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         out_kernel_init=out_init,

@@ -1,13 +1,14 @@
-"""``DeltaNet``: sizes of a decoder's Gated DeltaNet layers."""
+"""``DeltaNet``, ``KimiDelta``: sizes of a decoder's linear-attention layers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from burst_jax.errors import shown
-from burst_jax.layers.gated_delta_net import check_sizes
+from burst_jax.errors import check_positive, shown
+from burst_jax.layers.gated_delta_net import GatedDeltaNet, check_sizes
+from burst_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from burst_jax.parallel.rules import LogicalAxes
 
 # The decoder's options that a layer accepts.
@@ -23,10 +24,10 @@ OPTIONS = (
 # Fields of DecoderConfig that softmax attention alone reads.
 _OF_ATTENTION = (
     "num_heads", "num_kv_heads", "head_dim", "rope_theta", "logits_soft_cap", "qk_norm", "rope",
-    "qkv_bias", "out_bias", "attention_scale", "attention_sinks",
+    "qkv_bias", "out_bias", "attention_scale", "attention_sinks", "attention_gate",
 )  # fmt: skip
 # Logical axes by a weight's path in the layer.
-WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
+_WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     **{(name, "kernel"): ("embed", "heads", None) for name in ("query", "key", "value")},
     ("output_gate", "kernel"): ("embed", "heads", None),
     ("beta", "kernel"): ("embed", "heads"),
@@ -36,6 +37,11 @@ WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("A_log",): ("heads",),
     ("dt_bias",): ("heads",),
     ("norm", "scale"): (None,),
+}
+_KIMI_WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = _WEIGHT_AXES | {
+    ("dt_bias",): ("heads", None),
+    **{(f"{gate}_a", "kernel"): ("embed", None) for gate in ("output_gate", "decay")},
+    **{(f"{gate}_b", "kernel"): (None, "heads", None) for gate in ("output_gate", "decay")},
 }
 
 
@@ -49,30 +55,49 @@ class DeltaNet:
       head_dim: number of features of a query and key head, H.
       value_head_dim: number of features of a value head, Hv.
       conv_taps: number of taps of the convolutions.
+      norm_epsilon: epsilon of the output's norm; None is the decoder's.
+      negative_eigenvalues: whether beta is twice the sigmoid.
 
     Raises:
-      ValueError: a size below 1, or sizes that do not fit together.
+      ValueError: a size below 1, or sizes that do not fit together; an epsilon that is not
+        positive; a negative_eigenvalues that is no bool.
     """
+
+    # The layer's class, and the logical axes of its weights by their paths.
+    layer: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    weight_axes: ClassVar[dict[tuple[str, ...], LogicalAxes]] = _WEIGHT_AXES
 
     num_heads: int = 4
     num_key_heads: int = 2
     head_dim: int = 64
     value_head_dim: int = 64
     conv_taps: int = 4
+    norm_epsilon: float | None = None
+    negative_eigenvalues: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(**dataclasses.asdict(self))
+        check_sizes(
+            self.num_heads, self.num_key_heads, self.head_dim, self.value_head_dim, self.conv_taps
+        )
+        if self.norm_epsilon is not None:
+            check_positive("norm_epsilon", self.norm_epsilon, also=", or None")
+        if not isinstance(self.negative_eigenvalues, bool):
+            raise ValueError(
+                f"negative_eigenvalues is {shown(self.negative_eigenvalues)}: it must be True or "
+                "False"
+            )
 
     def projections(self, embed_dim: int) -> dict[str, tuple[int, int]]:
         """``(inputs, outputs)`` of the projections by name."""
         keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.value_head_dim
-        sizes = {
-            "query": keys, "key": keys, "value": values, "output_gate": values,
-            "beta": self.num_heads, "decay": self.num_heads,
-        }  # fmt: skip
-        return {name: (embed_dim, size) for name, size in sizes.items()} | {
-            "out": (values, embed_dim)
-        }
+        sizes = {"query": keys, "key": keys, "value": values, "beta": self.num_heads}
+        found = {name: (embed_dim, size) for name, size in sizes.items()}
+        return found | self.gates(embed_dim) | {"out": (values, embed_dim)}
+
+    def gates(self, embed_dim: int) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of the projections of output gate and decay."""
+        values = self.num_heads * self.value_head_dim
+        return {"output_gate": (embed_dim, values), "decay": (embed_dim, self.num_heads)}
 
     @property
     def train_flops_per_token(self) -> float:
@@ -82,6 +107,28 @@ class DeltaNet:
         and twice that backward.
         """
         return 18.0 * self.num_heads * self.head_dim * self.value_head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiDelta(DeltaNet):
+    """Sizes of a decoder's Kimi Delta Attention layers (:class:`burst_jax.KimiDeltaAttention`).
+
+    ``DecoderConfig(delta_net=KimiDelta(...))``: attributes and errors are those of
+    :class:`burst_jax.models.DeltaNet`.
+    """
+
+    layer: ClassVar[type[GatedDeltaNet]] = KimiDeltaAttention
+    weight_axes: ClassVar[dict[tuple[str, ...], LogicalAxes]] = _KIMI_WEIGHT_AXES
+
+    num_key_heads: int = 4
+
+    def gates(self, embed_dim: int) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of the projections of output gate and decay."""
+        rank = self.value_head_dim
+        sizes = {"output_gate": rank, "decay": self.head_dim}
+        inner = {f"{name}_a": (embed_dim, rank) for name in sizes}
+        outer = {f"{name}_b": (rank, self.num_heads * size) for name, size in sizes.items()}
+        return inner | outer
 
 
 def check_config(config: Any) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.layers.lora import scaled_adapter
-from burst_jax.layers.nnx_layer import add_bias
+from burst_jax.layers.projection import add_bias
 from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.remat import MLP_PRODUCTS
 from burst_jax.parallel.collectives import psum_manual

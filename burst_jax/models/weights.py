@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.layers.lora import LORA_A, LORA_B
 from burst_jax.models.config import DecoderConfig, Mixer
-from burst_jax.models.delta_net import WEIGHT_AXES as DELTA_NET_AXES
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
@@ -25,10 +24,12 @@ _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("key", "kernel"): ("embed", "kv_heads", None),
     ("value", "kernel"): ("embed", "kv_heads", None),
     ("out", "kernel"): ("heads", None, "embed"),
+    ("output_gate", "kernel"): ("embed", "heads", None),
     ("head", "kernel"): ("embed", "vocab"),
     ("query", "bias"): ("heads", None),
     ("key", "bias"): ("kv_heads", None),
     ("value", "bias"): ("kv_heads", None),
+    ("output_gate", "bias"): ("heads", None),
     ("out", "bias"): (None,),
     ("attention", "sinks"): ("heads",),
     ("attention_norm", "scale"): (None,),
@@ -37,6 +38,8 @@ _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("post_mlp_norm", "scale"): (None,),
     ("query_norm", "scale"): (None,),
     ("key_norm", "scale"): (None,),
+    ("query_norm", "scales"): ("heads", None),
+    ("key_norm", "scales"): ("kv_heads", None),
     ("final_norm", "scale"): (None,),
 }
 
@@ -54,8 +57,8 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     is_stacked = names[0] in STACKS.values()
     if is_mlp := is_stacked and names[1] == "mlp":
         table, key = config.feed_forward.weight_axes, names[2:]
-    if names[:2] == (STACKS["delta_net"], "attention"):
-        table, key = DELTA_NET_AXES, names[2:]
+    if names[:2] == (STACKS["delta_net"], "attention") and config.delta_net is not None:
+        table, key = config.delta_net.weight_axes, names[2:]
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:

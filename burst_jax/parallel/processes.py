@@ -33,7 +33,7 @@ _KINDS: tuple[type[Exception], ...] = (
     ImportError,
     ValueError,
 )
-# Seconds after the start's end when JAX itself ends the process, with the stack of its own code.
+# Seconds after start_timeout when JAX itself would end the process, with the stack of its own code.
 _SPARE = 600
 # Seconds that process 0 waits for longer than the others.
 _GRACE = 2.0

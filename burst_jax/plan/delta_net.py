@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.linear.runs import GATHERED, DeviceRuns, device_runs
-from burst_jax.models.delta_net import DeltaNet
+from burst_jax.models.delta_net import DeltaNet, KimiDelta
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.training_strategy import TrainingStrategy
 
@@ -125,9 +125,14 @@ class DeltaNetSizes:
 
         Raises:
           ValueError: the tensor axis does not divide the heads.
-          NotImplementedError: head dims without kernels.
+          NotImplementedError: head dims without kernels, or Kimi Delta Attention.
         """
         tensor = strategy.tensor
+        if isinstance(sizes, KimiDelta):
+            raise NotImplementedError(
+                f"delta_net is {sizes}: the planner has rates of Gated DeltaNet, none of Kimi "
+                "Delta Attention"
+            )
         if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
             raise NotImplementedError(
                 f"delta_net has head dims {(sizes.head_dim, sizes.value_head_dim)}: the planner "

@@ -195,7 +195,7 @@ def device_sizes(
         devices = strategy.expert_devices
         first, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
         assigned, sent = (devices * x / tokens for x in (first, slots(tokens, first)))
-    post_normed = 2 * config.embed_dim if config.post_norms else 0
+    post_normed = 0 if config.norms_of("attention") == "before" else 2 * config.embed_dim
     return DeviceSizes(
         mixers=tuple(kind.mixer for kind in config.layer_kinds),
         tokens=tokens,

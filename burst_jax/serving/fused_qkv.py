@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.layers.nnx_layer import BurstAttention
-from burst_jax.layers.norm import RMSNorm, mean_square
+from burst_jax.layers.norm import JointRMSNorm, RMSNorm, mean_square
 
 NAMES = ("query", "key", "value")
 
@@ -60,9 +60,11 @@ def with_fused_qkv(
     """
     whole = attention.query.kernel[...]
     kv_heads = (whole.shape[1] - query_heads) // 2
-    # The norms come after the biases.
-    fuse_norms = fuse_norms and attention.query.bias is None and attention.key.bias is None
-    norms = (attention.query_norm, attention.key_norm, None) if fuse_norms else (None,) * 3
+    # The norms come after the biases, and the mean of a joint norm is that of all heads.
+    biased = attention.query.bias is not None or attention.key.bias is not None
+    joint = isinstance(attention.query_norm, JointRMSNorm)
+    fuse_norms = fuse_norms and not biased and not joint
+    norms: Any = (attention.query_norm, attention.key_norm, None) if fuse_norms else (None,) * 3
     projections, first = {}, 0
     for name, heads, norm in zip(NAMES, (query_heads, kv_heads, kv_heads), norms, strict=True):
         projections[name] = _Heads(getattr(attention, name), whole, first, heads, norm)

@@ -92,9 +92,14 @@ def with_sharded_projections[Layer: (BurstAttention, GatedDeltaNet)](
     projections: Any = {
         name: (_ShardedOutputs if name == "out" else _ShardedInputs)(linear, axes)
         for name, linear in vars(mixer).items()
-        if isinstance(linear, nnx.LinearGeneral)
+        if isinstance(linear, nnx.LinearGeneral) and (name == "out" or _has_shard(linear))
     }
     return mixer.with_projections(**projections)
+
+
+def _has_shard(linear: nnx.LinearGeneral) -> bool:
+    """Whether this device has some of a projection's inputs, and not those of low rank, all."""
+    return linear.kernel.shape[0] < linear.in_features[0]
 
 
 class _ShardedProjection(nnx.Module):

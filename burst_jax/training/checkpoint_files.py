@@ -161,8 +161,8 @@ def _as_damage() -> Iterator[None]:
 def is_checkpoint(folder: Path) -> bool:
     """Whether :class:`Handler` has written this folder, also if it is damaged.
 
-    It is what a readable record says, or else orbax's metadata, which names the handler. A number
-    as a name says nothing: it may be a year, or a checkpoint of another library.
+    Decided by orbax's metadata, which names the handler, or else by a readable record. A number as
+    a name proves nothing: it may be a year, or a checkpoint of another library.
     """
     try:
         return json.loads(_read(folder, _METADATA))["item_handlers"] == _HANDLER

@@ -16,7 +16,7 @@ from burst_jax.training.batches import Batch
 from burst_jax.training.fused_loss import SUBCHUNKS
 from burst_jax.training.loss import CHUNK_SIZE, next_token_loss
 
-# (params, batch) -> (sum of losses in nats, number of targets).
+# (params, batch) -> (sum of losses in nats, sum of weights).
 EvalStep = Callable[[nnx.State, Batch[jax.Array]], tuple[jax.Array, jax.Array]]
 # The logarithm of the largest float, rounded down.
 _MOST_NATS = 709
@@ -26,9 +26,9 @@ class Evaluation(NamedTuple):
     """Result of :func:`evaluate`.
 
     Attributes:
-      nll: mean negative log-likelihood in nats per target.
+      nll: mean negative log-likelihood in nats per target, weighted by the batches' weights.
       perplexity: its exponential, infinite if that is too large for a float.
-      tokens: number of targets.
+      tokens: sum of weights, which is the number of targets if all weights are 0 or 1.
     """
 
     nll: float
@@ -37,7 +37,7 @@ class Evaluation(NamedTuple):
 
 
 def make_eval_step(graphdef: nnx.GraphDef, *, chunk_size: int = CHUNK_SIZE) -> EvalStep:
-    """A jitted ``(params, batch) -> (sum of losses in nats, number of targets)``.
+    """A jitted ``(params, batch) -> (sum of losses in nats, sum of weights)``.
 
     Args:
       graphdef: graph definition of the decoder, see :func:`init_train_state`.
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def evaluation_memory(config: DecoderConfig, tokens: int, *, chunk_size: int = CHUNK_SIZE) -> int:
-    """Estimates the bytes that evaluating ``tokens`` tokens takes on a device, besides the weights.
+    """Estimates the bytes that evaluating ``tokens`` tokens needs on a device, without the weights.
 
     They are the larger of two: the residual stream, its norm and the largest arrays of a layer
     (``[tokens, features]`` of query, key, value and output, or of gate and up projections; a

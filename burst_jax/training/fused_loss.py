@@ -96,7 +96,7 @@ def _forward(
     largest = jnp.max(jnp.abs(weights), initial=0)
     largest = jnp.where(largest == 0, 1, largest)
 
-    def of_subchunk(
+    def subchunk_gradient(
         hidden: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         products = matmul(hidden, cast)
@@ -105,7 +105,7 @@ def _forward(
         return _d_products(products, lse, columns, scaled, options), loss
 
     by_token = hidden, targets, weights
-    d_hidden, d_kernel, losses = gradients_by_chunk(of_subchunk, by_token, cast, options)
+    d_hidden, d_kernel, losses = gradients_by_chunk(subchunk_gradient, by_token, cast, options)
     # The last residual is empty and carries the kernel's dtype.
     like_kernel = jnp.zeros((0,), kernel.dtype)
     return jnp.sum(losses), (d_hidden, d_kernel, largest, like_kernel)
@@ -128,7 +128,7 @@ fused_loss.defvjp(_forward, _backward)
 
 
 def gradients_by_chunk(
-    of_subchunk: Callable[..., tuple[jax.Array, Any]],
+    subchunk_gradient: Callable[..., tuple[jax.Array, Any]],
     by_token: tuple[jax.Array, ...],
     kernel: jax.Array,
     options: HeadLoss,
@@ -136,15 +136,15 @@ def gradients_by_chunk(
     """The gradients of hidden and kernel, from that of the products of each sub-chunk.
 
     Args:
-      of_subchunk: of some tokens' arrays in ``by_token``, the gradient of ``hidden kernel``,
-        float32 ``[size, V / devices]``, and anything else.
+      subchunk_gradient: called with a sub-chunk of each array of ``by_token``; it returns the
+        gradient with respect to ``hidden kernel``, float32 ``[size, V / devices]``, and any pytree.
       by_token: hidden, and other arrays ``[tokens]``.
       kernel: ``[D, V / devices]`` in hidden's dtype.
-      options: with the size of chunks.
+      options: their ``chunk_size`` is used.
 
     Returns:
-      ``(d_hidden, d_kernel, others)``: in hidden's dtype and in float32; what else each sub-chunk
-      gave, ``[chunks, sub-chunks, ...]``.
+      ``(d_hidden, d_kernel, others)``: the gradients in hidden's dtype and in float32, and the
+      pytrees of all sub-chunks, stacked to ``[chunks, sub-chunks, ...]``.
     """
     hidden = by_token[0]
     count, features = hidden.shape
@@ -152,7 +152,7 @@ def gradients_by_chunk(
 
     def subchunk(d_logits: jax.Array, xs: tuple[jax.Array, _PerToken]) -> tuple[jax.Array, Any]:
         index, tokens = xs
-        new, other = of_subchunk(*tokens)
+        new, other = subchunk_gradient(*tokens)
         new = new.astype(hidden.dtype)
         return lax.dynamic_update_slice_in_dim(d_logits, new, index * size, 0), other
 

@@ -100,11 +100,11 @@ def _backward(
     """Computes logits again, a sub-chunk at a time, and both gradients a chunk at a time."""
     hidden, kernel, targets, counts, lse, entropy = residuals
     cast = kernel.astype(hidden.dtype)
-    of_token, of_entropy = (jnp.where(counts, x, 0.0) for x in cotangents)
+    d_log_prob, d_entropy = (jnp.where(counts, x, 0.0) for x in cotangents)
 
-    def of_subchunk(
+    def subchunk_gradient(
         hidden: jax.Array, targets: jax.Array, counts: jax.Array, lse: jax.Array,
-        entropy: jax.Array, of_token: jax.Array, of_entropy: jax.Array,
+        entropy: jax.Array, d_log_prob: jax.Array, d_entropy: jax.Array,
     ) -> tuple[jax.Array, None]:  # fmt: skip
         products = matmul(hidden, cast)
         column = jnp.where(counts, targets, 0)
@@ -114,14 +114,14 @@ def _backward(
         differences = logits - lse[:, None]
         is_target = lax.broadcasted_iota(jnp.int32, products.shape, 1) == column[:, None]
         # Of log p: onehot - p; of the entropy: -p (log p + entropy).
-        factor = of_token[:, None]
+        factor = d_log_prob[:, None]
         if with_entropy:
-            factor = factor + of_entropy[:, None] * (differences + entropy[:, None])
-        new = jnp.where(is_target, of_token[:, None], 0.0) - jnp.exp(differences) * factor
+            factor = factor + d_entropy[:, None] * (differences + entropy[:, None])
+        new = jnp.where(is_target, d_log_prob[:, None], 0.0) - jnp.exp(differences) * factor
         return through_cap(new, logits, options), None
 
-    by_token = hidden, targets, counts, lse, entropy, of_token, of_entropy
-    d_hidden, d_kernel, _ = gradients_by_chunk(of_subchunk, by_token, cast, options)
+    by_token = hidden, targets, counts, lse, entropy, d_log_prob, d_entropy
+    d_hidden, d_kernel, _ = gradients_by_chunk(subchunk_gradient, by_token, cast, options)
     return d_hidden, d_kernel.astype(kernel.dtype), None, None
 
 

@@ -124,11 +124,14 @@ def token_log_probs(
 
     ``logits = hidden kernel`` with a soft cap as in :func:`chunked_cross_entropy`, ``lse =
     logsumexp(logits)``, ``p = exp(logits - lse)``. The memory is that of the loss and three numbers
-    per token. The backward pass computes the logits again, in all four matrix products.
+    per token. The backward pass recomputes the logits: four matrix products in total.
+
+    Arguments are those of :func:`chunked_cross_entropy`, but for the meaning of ``weights`` and for
+    ``entropy``.
 
     Args:
-      hidden: as for :func:`chunked_cross_entropy`, as all arguments but these:
-      kernel: ``[D, V]``.
+      hidden: ``[B, T, D]``, any floating dtype.
+      kernel: ``[D, V]``, any floating dtype.
       targets: int32 ``[B, T]``, in the order of ``hidden``, ignored where the weight is 0.
       weights: float32 ``[B, T]``: where it is 0, results and gradients are 0; other values change
         nothing. None is 1 everywhere.
@@ -172,10 +175,10 @@ def _over_mesh(
     kernel_spec: PartitionSpec | None,
     frozen_kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Checks a call and runs ``local`` on every device's tokens, whose two results are sharded so.
+    """Checks a call and runs ``local`` on each device's tokens; ``out_spec`` shards both results.
 
     ``local(hidden [tokens, D], kernel, targets [tokens], weights [tokens], options=, token_axes=)``
-    gets the kernel as its devices share it: all of it but for the axes of the vocabulary.
+    gets the kernel gathered over all mesh axes but those of the vocabulary.
     """
     hidden, kernel, targets, weights = arrays
     mesh = resolve_mesh(mesh)
@@ -189,8 +192,8 @@ def _over_mesh(
     hidden_spec = token_spec(batch_axis, seq_axis, ndim=3)
     hidden = split_explicit("hidden", hidden, mesh, hidden_spec, ("batch_axis", "seq_axis", None))
     targets, weights = (reshard_explicit(x, mesh, tokens) for x in (targets, weights))
-    # Over other axes every device would compute the same loss from its gathered kernel, which JAX
-    # could not know to be the same; so those are gathered before.
+    # If the kernel were gathered over other axes inside the shard_map, devices along them would
+    # compute equal losses, and JAX could not know that they are equal. So XLA gathers over these.
     token_axes = flat_names(batch_axis, seq_axis)
     spec = restrict_spec(kernel_spec, (*token_axes, *options.vocab_axes))
     kernel = reshard_explicit(kernel, mesh, spec)
@@ -231,7 +234,8 @@ def next_token_loss(
       z_loss: coefficient of the squared log-sum-exp.
 
     Returns:
-      ``(sum of losses in nats, number of targets)``, float32 scalars; without auxiliary losses.
+      ``(sum of losses in nats, sum of weights)``, float32 scalars; without auxiliary losses. The
+      weights of :func:`make_batch` are 1 by default, and their sum is the number of targets.
     """
     return loss_with_auxiliary(model, batch, chunk_size=chunk_size, z_loss=z_loss)[:2]
 
@@ -239,11 +243,11 @@ def next_token_loss(
 def loss_with_auxiliary(
     model: Decoder, batch: Batch[jax.Array], *, chunk_size: int = CHUNK_SIZE, z_loss: float = 0.0
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
-    """:func:`next_token_loss`, and what :meth:`Decoder.with_auxiliary` returns next to the states.
+    """:func:`next_token_loss`, and the auxiliary losses of :meth:`Decoder.with_auxiliary`.
 
     Returns:
-      ``(sum of losses in nats, number of targets, auxiliary)``; the loss of a training step is
-      ``sum / number + auxiliary.loss``.
+      ``(sum of losses in nats, sum of weights, auxiliary)``; the loss of a training step is the
+      quotient of both plus ``auxiliary.loss``.
     """
     hidden, auxiliary, options = _of_decoder(model, batch)
     total, count = chunked_cross_entropy(
@@ -280,7 +284,7 @@ def next_token_log_probs(
 def _of_decoder(
     model: Decoder, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, Auxiliary, dict[str, Any]]:
-    """Hidden states, what comes next to them, and the arguments of the functions over a mesh."""
+    """Hidden states, auxiliary losses, and the arguments of :func:`_over_mesh`."""
     parts, kernel_spec = model.head_sharding()
     hidden, auxiliary = model.with_auxiliary(
         batch["inputs"],

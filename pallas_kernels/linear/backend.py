@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
       q: ``[B, T, K, H]``.
       k: the same; rows have norm 1.
       v: ``[B, T, N, Hv]``; N is a multiple of K.
-      log_decay: ``[B, T, N]``, at most 0.
+      log_decay: ``[B, T, N]``, at most 0; or one per key channel, ``[B, T, N, H]``.
       beta: ``[B, T, N]``, between 0 and 2.
       tokens: documents and padding; None without them.
     """

@@ -55,18 +55,19 @@ def merged(x: jax.Array) -> jax.Array:
     return x.transpose(0, 2, 3, 1).reshape(batch, chunks * CHUNK, heads)
 
 
-def cumulative_sum(x: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Of float32 ``[..., 64]``, along a chunk, by a product with ones.
+def cumulative_sum(x: jax.Array, *, axis: int = -1, reverse: bool = False) -> jax.Array:
+    """Of float32, along an axis with the 64 tokens of a chunk, by a product with ones.
 
     XLA would fuse ``jnp.cumsum`` with what reads it, and sum 64 numbers for every element.
     """
     ones = jnp.ones((CHUNK, CHUNK), jnp.float32)
     ones = jnp.tril(ones) if reverse else jnp.triu(ones)
-    return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
+    sums = jnp.tensordot(x, ones, (axis, 0), precision=lax.Precision.HIGHEST)
+    return jnp.moveaxis(sums, -1, axis)
 
 
 class LogDecays(NamedTuple):
-    """Log decays from a chunk's start to each of its tokens, in two parts, float32 ``[..., 64]``.
+    """Log decays from a chunk's start to each of its tokens, in two parts, float32.
 
     The difference of two is the log decay from token to token. Of single sums it would lose the
     digits of a weak decay behind strong ones: 1e-4 of it if they sum up to thousands.
@@ -93,13 +94,14 @@ class LogDecays(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Decays within chunks, ``[..., 64]``.
+    """Decays within chunks, ``[..., 64, C]``.
 
     Attributes:
       logs: from a chunk's start, across document boundaries.
       into: from a chunk's start; 0 where a document begins in between.
       out: to a chunk's end; 0 where a document begins in between.
-      document: int32, how many documents begin in the chunk up to a token; None without documents.
+      document: int32 ``[..., 64]``, how many documents begin in the chunk up to a token; None
+        without documents.
     """
 
     logs: LogDecays
@@ -112,19 +114,21 @@ def chunk_decays(log_decay: jax.Array, begins: jax.Array | None = None) -> Decay
     """The decays within chunks.
 
     Args:
-      log_decay: ``[..., 64]``, 0 in padding.
+      log_decay: ``[..., 64, C]``, 0 in padding: one per key channel, or one in all.
       begins: bool ``[..., 64]``, whether a document begins; None without documents.
     """
     # Below the least log decay neither the decay nor the gradient changes.
     log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
     coarse = lax.stop_gradient(jnp.round(log_decay / _STEP) * _STEP)
-    logs = LogDecays(*cumulative_sum(jnp.stack([coarse, log_decay - coarse])))
-    into, out = jnp.exp(logs.total()), jnp.exp(logs.at(..., slice(-1, None)).since(logs))
+    logs = LogDecays(*cumulative_sum(jnp.stack([coarse, log_decay - coarse]), axis=-2))
+    end = logs.at(..., slice(-1, None), slice(None))
+    into, out = jnp.exp(logs.total()), jnp.exp(end.since(logs))
     if begins is None:
         return Decays(logs, into, out, None)
     document = jnp.cumsum(begins.astype(jnp.int32), -1)
-    into = jnp.where(document == 0, into, 0)
-    return Decays(logs, into, jnp.where(document == document[..., -1:], out, 0), document)
+    first, last = document == 0, document == document[..., -1:]
+    into, out = (jnp.where(x[..., None], y, 0) for x, y in ((first, into), (last, out)))
+    return Decays(logs, into, out, document)
 
 
 def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None = None) -> jax.Array:
@@ -140,14 +144,14 @@ def chunk_vectors(log_decay: jax.Array, beta: jax.Array, tokens: Tokens | None =
     if tokens is not None:
         beta = jnp.where(tokens.valid[..., None], beta, 0)
         begins = cut(tokens.begins[..., None])
-    decays = chunk_decays(cut(log_decay), begins)
-    log = decays.logs.total()
+    decays = chunk_decays(cut(log_decay)[..., None], begins)
+    into, out, log = (x[..., 0] for x in (decays.into, decays.out, decays.logs.total()))
     start = jnp.zeros_like(log)
     if begins is not None:
         index = jnp.arange(CHUNK, dtype=jnp.int32)
         first = lax.cummax(jnp.where(begins, index, 0), axis=3)
         start = jnp.broadcast_to(first, log.shape).astype(jnp.float32)
-    vectors = [decays.into, decays.out, log * math.log2(math.e), start, cut(beta)]
+    vectors = [into, out, log * math.log2(math.e), start, cut(beta)]
     return jnp.concatenate(vectors, -1)
 
 

@@ -45,7 +45,7 @@ def gradients_of(
     dq, dk, sums = kernel(
         GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors), scale
     )
-    dq, dk = (_sum_groups(x, inputs.k.shape[2]) for x in (dq, dk))
+    dq, dk = (sum_groups(x, inputs.k.shape[2]) for x in (dq, dk))
     return Gradients(dq, dk, dv, *_gate_gradients(inputs, vectors, sums), transposed(first))
 
 
@@ -59,18 +59,20 @@ def _gate_gradients(
     total = by_sum[QUERIES] + by_sum[KEYS]
     total = total.at[..., -1].add(of_end)
     log_decay = cumulative_sum(total, reverse=True)
+    if inputs.tokens is not None:
+        # No decay applies to padding, nor to a document's first token.
+        valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
+        log_decay = jnp.where(valid & ~begins, log_decay, 0)
+    return merged(log_decay), beta_gradient(vectors, by_sum[UPDATES])
+
+
+def beta_gradient(vectors: jax.Array, updates: jax.Array) -> jax.Array:
+    """The gradient of beta, from the sums of u dv; 0 in padding, whose beta is 0."""
     beta = vectors[..., BETA : BETA + CHUNK]
-    updates = by_sum[UPDATES]
-    if inputs.tokens is None:
-        return merged(log_decay), merged(updates / (beta * beta))
-    # No decay applies to padding, nor to a document's first token.
-    valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
-    log_decay = jnp.where(valid & ~begins, log_decay, 0)
-    beta = jnp.where(valid, updates / jnp.where(valid, beta * beta, 1), 0)
-    return merged(log_decay), merged(beta)
+    return merged(updates / jnp.where(beta == 0, 1, beta * beta))
 
 
-def _sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
+def sum_groups(x: jax.Array, key_heads: int) -> jax.Array:
     """Sums the gradients of the value heads that share a key head."""
     batch, length, heads, dim = x.shape
     if heads == key_heads:
@@ -109,6 +111,16 @@ def unsupported(inputs: Inputs) -> str | None:
         return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
     if inputs.q.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
+    return None
+
+
+def unsupported_decay(inputs: Inputs) -> str | None:
+    """Why kernels of one decay per head do not support the decays, or None if they do."""
+    if inputs.log_decay.ndim > inputs.beta.ndim:
+        return (
+            f"it has one decay per token and value head, log_decay has shape "
+            f"{inputs.log_decay.shape}, a decay per key channel"
+        )
     return None
 
 

@@ -44,8 +44,8 @@ def invert(a: Any, x: Any) -> None:
 
 
 def _invert(_, a, x):
-    lane, warp = _lane_and_warp()
-    a, x = _Matrix(a, lane), _Matrix(x, lane)
+    lane, warp = lane_and_warp()
+    a, x = Matrix(a, lane), Matrix(x, lane)
     own = arith.muli(warp, _i32(_BLOCK))
     left = _inverted_diagonal(a, lane, own)
     x.put(own, own, left)
@@ -75,7 +75,7 @@ def _invert(_, a, x):
     utils.warpgroup_barrier()
 
 
-def _inverted_diagonal(a: _Matrix, lane: Any, own: Any) -> list[Any]:
+def _inverted_diagonal(a: Matrix, lane: Any, own: Any) -> list[Any]:
     """The inverse of the warp's block of the diagonal, as a left operand."""
     equal, at_least = arith.CmpIPredicate.eq, arith.CmpIPredicate.uge
     # The highest bit in which row and column of an element differ names its level.
@@ -101,7 +101,7 @@ def _inverted_diagonal(a: _Matrix, lane: Any, own: Any) -> list[Any]:
     return _packed(inverse)
 
 
-class _Matrix:
+class Matrix:
     """A float16 ``[64, 64]`` in swizzled shared memory, read and written in blocks of 16 x 16."""
 
     def __init__(self, ref: Any, lane: Any):
@@ -123,7 +123,7 @@ class _Matrix:
         within = arith.muli(arith.remui(self._lane, _i32(4)), _i32(4))
         for i, register in enumerate(registers):
             at = self._address(arith.addi(row, _i32(8 * (i % 2))), arith.addi(eighth, _i32(i // 2)))
-            _assembly(
+            assembly(
                 ir.Type.parse("!llvm.void"), [arith.addi(at, within), register],
                 "st.shared.b32 [$0], $1;", "r,r", effects=True,
             )  # fmt: skip
@@ -134,8 +134,8 @@ class _Matrix:
         eighth = arith.addi(eighth, arith.divui(self._lane, _i32(16)))
         text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
         at = self._address(row, eighth)
-        got = _assembly(_struct(_words(), 4), [at], text, "=r,=r,=r,=r,r", effects=True)
-        return _parts(got, _words(), 4)
+        got = assembly(struct_of(_words(), 4), [at], text, "=r,=r,=r,=r,r", effects=True)
+        return parts_of(got, _words(), 4)
 
     def _address(self, row: Any, eighth: Any) -> Any:
         """Of 8 elements of a row."""
@@ -152,8 +152,8 @@ def _product(
     acc = [_f32(0.0)] * 8 if acc is None else acc
     for half in range(2):
         operands = [*left, *right[2 * half : 2 * half + 2], *acc[4 * half : 4 * half + 4]]
-        got = _assembly(_struct(f32, 4), operands, _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-        results += _parts(got, f32, 4)
+        got = assembly(struct_of(f32, 4), operands, _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+        results += parts_of(got, f32, 4)
     return results
 
 
@@ -162,7 +162,7 @@ def _packed(x: Sequence[Any], negative: bool = False) -> list[Any]:
     if negative:
         x = [arith.negf(element) for element in x]
     text = "cvt.rn.f16x2.f32 $0, $1, $2;"
-    return [_assembly(_words(), [x[i + 1], x[i]], text, "=r,f,f") for i in (0, 2, 4, 6)]
+    return [assembly(_words(), [x[i + 1], x[i]], text, "=r,f,f") for i in (0, 2, 4, 6)]
 
 
 def _unpacked(registers: Sequence[Any]) -> list[Any]:
@@ -177,10 +177,10 @@ def _unpacked(registers: Sequence[Any]) -> list[Any]:
 
 def _transposed(register: Any) -> Any:
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return _assembly(_words(), [register], text, "=r,r")
+    return assembly(_words(), [register], text, "=r,r")
 
 
-def _lane_and_warp() -> tuple[Any, Any]:
+def lane_and_warp() -> tuple[Any, Any]:
     """Index of the thread in its warp, and of the warp in its warpgroup."""
     lane = arith.remui(utils.thread_idx(), _i32(32))
     return lane, arith.remui(utils.warp_idx(sync=False), _i32(4))
@@ -202,13 +202,16 @@ def _f32(value: float) -> Any:
     return utils.c(value, ir.F32Type.get())
 
 
-def _struct(kind: Any, count: int) -> Any:
+def struct_of(kind: Any, count: int) -> Any:
+    """The type of several results of an instruction."""
     return llvm.StructType.get_literal([kind] * count)
 
 
-def _parts(value: Any, kind: Any, count: int) -> list[Any]:
+def parts_of(value: Any, kind: Any, count: int) -> list[Any]:
+    """An instruction's results."""
     return [llvm.extractvalue(kind, value, [i]) for i in range(count)]
 
 
-def _assembly(result: Any, operands: Any, text: str, constraints: str, effects=False) -> Any:
+def assembly(result: Any, operands: Any, text: str, constraints: str, effects=False) -> Any:
+    """An instruction of the assembler."""
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=effects)

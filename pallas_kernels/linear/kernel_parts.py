@@ -23,6 +23,17 @@ class Mode(enum.Enum):
     LAST = "last"
 
 
+class Form(enum.Enum):
+    """How the forward pass computes X and P.
+
+    APART: before the scan's launch, or P in it, on the SM of its scan.
+    AHEAD: in the scan's launch, on SMs that have no scan.
+    """
+
+    APART = "apart"
+    AHEAD = "ahead"
+
+
 class Place(NamedTuple):
     """Which part of which head a CTA of a scan has.
 
@@ -59,6 +70,37 @@ class Place(NamedTuple):
     def saved(self, index: Any) -> Any:
         """The CTA's rows of a saved state, from that state's index."""
         return pl.ds(index * HEAD_DIM + self.part * CHUNK, CHUNK)
+
+
+class Share(NamedTuple):
+    """Which chunks of all heads a warpgroup has: every ``stride``-th, in the order of the chunks.
+
+    Attributes:
+      first: index of its first one.
+      stride: the number of warpgroups.
+      batch: B.
+      heads: N.
+      chunks: of a head.
+    """
+
+    first: Any
+    stride: int
+    batch: int
+    heads: int
+    chunks: int
+
+    @property
+    def steps(self) -> Any:
+        """Number of its chunks."""
+        count = self.chunks * self.batch * self.heads
+        return lax.div(count - self.first + (self.stride - 1), i32(self.stride))
+
+    def place(self, step: Any) -> tuple[Any, Any, Any]:
+        """Batch index, head and chunk of a step."""
+        index = self.first + step * self.stride
+        head = lax.rem(index, i32(self.batch * self.heads))
+        chunk = lax.div(index, i32(self.batch * self.heads))
+        return lax.div(head, i32(self.heads)), lax.rem(head, i32(self.heads)), chunk
 
 
 class GradientInputs(NamedTuple):

@@ -1,11 +1,13 @@
 """The gated delta rule in plain JAX, chunk by chunk: for any device, dtype, head dim and length.
 
-    S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,   o_t = scale S_t^T q_t
+    S_t = (I - b_t k_t k_t^T) a_t S_{t-1} + b_t k_t v_t^T,   o_t = scale S_t^T q_t
 
-Within a chunk, with D the decays from token to token, ``X = (I + A)^-1`` and
-``A_ri = b_r D_ri k_r k_i`` below the diagonal:
+The decay a_t is a number per head, or a diagonal matrix, with a number per key channel. Within a
+chunk, with k_r D_ri k_i the products weighted by the decays from token to token
+(:mod:`pallas_kernels.linear.scores`), P the same of queries and keys, ``X = (I + A)^-1`` and
+``A_ri = b_r k_r D_ri k_i`` below the diagonal:
 
-    R = V - into (K S),  U = X (b R),  O = scale (into (Q S) + (D Q K^T) U),
+    R = V - (into K) S,  U = X (b R),  O = scale ((into Q) S + P U),
     S' = through S + (out K)^T U
 """
 
@@ -21,6 +23,7 @@ from jax import lax
 from pallas_kernels.arrays import pad_axis
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, Tokens, chunk_decays
+from pallas_kernels.linear.scores import scores
 
 
 class _Chunks(NamedTuple):
@@ -31,9 +34,10 @@ class _Chunks(NamedTuple):
       k: the same.
       v: ``[64, Hv]``.
       x: X beta, ``[64, 64]``.
-      p: D Q K^T, the same shape.
-      into: ``[64]``, the decay from the chunk's start; 0 where a document begins in between.
-      out: ``[64]``, the decay to the chunk's end, the same.
+      p: P, the same shape.
+      into: ``[64, C]``, the decay from the chunk's start; 0 where a document begins in between. C
+        is 1 for a decay per head, H for one per key channel.
+      out: ``[64, C]``, the decay to the chunk's end, the same.
     """
 
     q: Any
@@ -43,6 +47,11 @@ class _Chunks(NamedTuple):
     p: Any
     into: Any
     out: Any
+
+    @property
+    def through(self) -> Any:
+        """The decay of a state from the chunk's start to its end, ``[C, 1]``."""
+        return self.into[..., -1, :, None]
 
 
 class _Prepared(NamedTuple):
@@ -93,7 +102,7 @@ def _scan(
     @jax.checkpoint
     def step(state, chunk):
         state, u = _next_state(chunk, state, product)
-        return state[1], _read(chunk, state[0], u, scale, product)
+        return state[1], _output(chunk, state[0], u, scale, product)
 
     last, o = lax.scan(step, start.astype(jnp.float32), chunks)
     return o, last
@@ -101,16 +110,31 @@ def _scan(
 
 def _next_state(chunk: _Chunks, state: jax.Array, product: Any) -> Any:
     """The states before and after a chunk, and U."""
-    read = product("bnrk,bnkv->bnrv", chunk.k, state)
-    u = product("bnri,bniv->bnrv", chunk.x, chunk.v - chunk.into[..., None] * read)
-    after = chunk.into[..., -1, None, None] * state
-    after = after + product("bnrk,bnrv->bnkv", chunk.k * chunk.out[..., None], u)
+    u = product("bnri,bniv->bnrv", chunk.x, chunk.v - _read(chunk.k, chunk.into, state, product))
+    after = chunk.through * state + _written(chunk.k, chunk.out, u, product)
     return (state, after), u
 
 
-def _read(chunk: _Chunks, state: jax.Array, u: jax.Array, scale: float, product: Any) -> jax.Array:
-    o = product("bnrk,bnkv->bnrv", chunk.q, state) * chunk.into[..., None]
+def _output(
+    chunk: _Chunks, state: jax.Array, u: jax.Array, scale: float, product: Any
+) -> jax.Array:
+    o = _read(chunk.q, chunk.into, state, product)
     return scale * (o + product("bnri,bniv->bnrv", chunk.p, u))
+
+
+# A decay per head scales the side of the values, which rounds less than scaling queries and keys.
+def _read(rows: jax.Array, decay: jax.Array, state: jax.Array, product: Any) -> jax.Array:
+    """``(decay rows) S``."""
+    if decay.shape[-1] == 1:
+        return decay * product("bnrk,bnkv->bnrv", rows, state)
+    return product("bnrk,bnkv->bnrv", decay * rows, state)
+
+
+def _written(rows: jax.Array, decay: jax.Array, values: jax.Array, product: Any) -> jax.Array:
+    """``(decay rows)^T values``."""
+    if decay.shape[-1] == 1:
+        return product("bnrk,bnrv->bnkv", rows, decay * values)
+    return product("bnrk,bnrv->bnkv", decay * rows, values)
 
 
 def _affine(inputs: Inputs, prepared: _Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -137,11 +161,10 @@ def _first_gradient(
     def step(state, given):
         chunk, do = given
         du = scale * product("bnri,bnrv->bniv", chunk.p, do)
-        du = du + product("bnrk,bnkv->bnrv", chunk.k * chunk.out[..., None], state)
-        dr = product("bnri,bnrv->bniv", chunk.x, du) * chunk.into[..., None]
-        state = chunk.into[..., -1, None, None] * state
-        state = state + product("bnrk,bnrv->bnkv", chunk.q, do * (scale * chunk.into[..., None]))
-        return state - product("bnrk,bnrv->bnkv", chunk.k, dr), None
+        du = du + _read(chunk.k, chunk.out, state, product)
+        dr = product("bnri,bnrv->bniv", chunk.x, du)
+        state = chunk.through * state + _written(chunk.q, scale * chunk.into, do, product)
+        return state - _written(chunk.k, chunk.into, dr, product), None
 
     given = prepared.chunks, _cut(do.astype(jnp.float32))
     return lax.scan(step, last.astype(jnp.float32), given, reverse=True)[0]
@@ -204,27 +227,25 @@ def _chunks(
     tokens: Tokens | None,
 ) -> _Chunks:
     groups = v.shape[2] // k.shape[2]
-    index = jnp.arange(CHUNK, dtype=jnp.int32)
     begins = None if tokens is None else _cut(tokens.begins[..., None])
     q, k, v, log_decay, beta = map(_cut, (q, k, v, log_decay, beta))
+    product = functools.partial(_product, dtype=v.dtype)
+    # One decay per key channel, or a last axis of one per head.
+    log_decay = log_decay.reshape(*beta.shape, -1)
     decays = chunk_decays(log_decay, begins)
-    connected = jnp.broadcast_to(index[:, None] >= index, (1, 1, 1, CHUNK, CHUNK))
+    p, kk = scores((q, k), k, decays.logs, product)
+    q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (q, k))
     if decays.document is not None:
         document = decays.document
-        connected = connected & (document[..., :, None] == document[..., None, :])
-    product = functools.partial(_product, dtype=v.dtype)
-    kk, qk = (jnp.repeat(product("cbnrk,cbnik->cbnri", x, k), groups, axis=2) for x in (k, q))
-    q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (q, k))
+        same = document[..., :, None] == document[..., None, :]
+        p, kk = (jnp.where(same, x, 0) for x in (p, kk))
+    index = jnp.arange(CHUNK, dtype=jnp.int32)
     beta = beta.astype(jnp.float32)
-    logs = decays.logs
-    difference = logs.at(..., slice(None), None).since(logs.at(..., None, slice(None)))
-    decay = jnp.where(connected, jnp.exp(jnp.where(connected, difference, 0)), 0)
-    below = index[:, None] > index
-    a = jnp.where(below, beta[..., None] * decay * kk, 0)
+    a = jnp.where(index[:, None] > index, beta[..., None] * kk, 0)
     identity = jnp.eye(CHUNK, dtype=jnp.float32)
     x = lax.linalg.triangular_solve(
         a + identity, jnp.broadcast_to(identity, a.shape),
         left_side=True, lower=True, unit_diagonal=True,
     )  # fmt: skip
     x = x * beta[..., None, :]
-    return _Chunks(q, k, v.astype(jnp.float32), x, decay * qk, decays.into, decays.out)
+    return _Chunks(q, k, v.astype(jnp.float32), x, p, decays.into, decays.out)

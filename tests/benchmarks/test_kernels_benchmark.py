@@ -12,15 +12,14 @@ import pytest
 
 from benchmarks import kernels, truth
 from benchmarks.__main__ import main
+from benchmarks.kernel_cases import CASES, Case
 from benchmarks.results import Results, Row
 from pallas_kernels import AttentionSpec
 
-SMALL = kernels.Case("small", 2, 128, 4, 2, 16, is_causal=True)
-FULL = kernels.Case("full", 1, 128, 4, 4, 16)
-WINDOW = kernels.Case("window", 1, 128, 4, 2, 16, is_causal=True, window=20)
-PACKED = kernels.Case(
-    "packed", 1, 128, 4, 2, 16, is_causal=True, documents=3, sinks=True, slopes=True
-)
+SMALL = Case("small", 2, 128, 4, 2, 16, is_causal=True)
+FULL = Case("full", 1, 128, 4, 4, 16)
+WINDOW = Case("window", 1, 128, 4, 2, 16, is_causal=True, window=20)
+PACKED = Case("packed", 1, 128, 4, 2, 16, is_causal=True, documents=3, sinks=True, slopes=True)
 
 
 def unmasked(case):
@@ -147,7 +146,7 @@ def on_hopper(monkeypatch):
     timed = []
 
     def measure(inputs, peer, make, limit):
-        if inputs.case is kernels.CASES[2] and peer == "mosaic_sm90":
+        if inputs.case is CASES[2] and peer == "mosaic_sm90":
             return Row(inputs.case.name, peer, note="NotImplementedError: no")
         return Row(inputs.case.name, peer, 400.0, 300.0, 1e-3)
 
@@ -191,7 +190,7 @@ def test_finished_cases_survive_an_interrupt(on_hopper, tmp_path, monkeypatch):
     measure = kernels.measure
 
     def interrupted(inputs, *rest):
-        if inputs.case is kernels.CASES[2]:
+        if inputs.case is CASES[2]:
             raise KeyboardInterrupt
         return measure(inputs, *rest)
 

@@ -15,7 +15,7 @@ from implementations import QUICK
 import burst_jax
 from benchmarks import ring, ring_strategies
 from benchmarks.__main__ import main
-from benchmarks.kernels import Case
+from benchmarks.kernel_cases import Case
 from benchmarks.results import Results
 from benchmarks.turns import Turn
 

@@ -27,7 +27,7 @@ SPILLS = (
     ("backward", (256,), FRESH | {"causal": False}, 360),
 )
 # Of the gated delta rule, that of gradients alone, which has no loop.
-LINEAR = "chunks", "output", "last", "states", "first_gradient", "gradients"
+LINEAR = "chunks", "forward", "output", "last", "states", "first_gradient", "gradients"
 LINEAR_SPILLS = 340
 GROUPED = ("product", "transposed", "gradient")
 

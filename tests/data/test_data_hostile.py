@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import random
 
+import chat_cases
 import data_files
 import hostile
 import numpy as np
 import pytest
 from hostile import check, check_all
 
-from burst_jax.data import ByteTokens, TokenizerFile, open_corpus, save_tokens
+from burst_jax.data import (
+    ByteTokens,
+    ChatTemplate,
+    ChatTokens,
+    TokenizerFile,
+    check_chats,
+    open_corpus,
+    save_tokens,
+)
 from burst_jax.data import tokens as tokens_module
 from burst_jax.data.chunks import Chunks
 
@@ -89,6 +98,97 @@ def test_json_lines(tmp_path):
                 yield check(name, lambda: read(file), ("a.jsonl",), rejected=name != "folder")
 
     check_all(results(), 40)
+
+
+def test_chats(tmp_path):
+    """Whatever a line holds, it is encoded or its file, line and key are named."""
+    file = tmp_path / "a.jsonl"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    valid = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "tool_calls": [call]},
+        ],
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"x": 1},
+    }
+    never = set(hostile.VALUES)
+    fields = {
+        "messages": never,
+        "messages.0": never - {"missing"},
+        "messages.0.role": never,
+        "messages.0.content": never - {"text", "escapes", "long", "list", "empty"},
+        "messages.1.content": (),
+        "messages.1.tool_calls": (),
+        "messages.1.tool_calls.0.function": (),
+        "tools": never - {"missing", "null", "empty"},
+        "tools.0": never - {"missing", "object"},
+        "chat_template_kwargs": never - {"missing", "null", "object"},
+    }
+    also = {"messages.0": ("message 0",), "tools.0": ("tools",)}
+    # A template that names an error of its own, not the key.
+    also |= {path: ("cannot be rendered",) for path in fields if "tool_calls" in path}
+    also |= dict.fromkeys(
+        ("messages.0.content", "messages.1.content"), also["messages.1.tool_calls"]
+    )
+
+    tokens = ChatTokens.of(chat_cases.FOLDER / "llama")
+
+    def use():
+        check_chats(open_corpus(file, chats=True), tokens, seq_len=1 << 16)
+
+    def results():
+        cases = [*hostile.json_cases(valid, fields, also)]
+        for case in [*cases, *hostile.text_cases(json.dumps(valid).encode())]:
+            if case.name in ("a key twice", "empty", "byte order mark"):
+                continue
+            file.write_bytes(case.content.replace(b"\n", b" "))
+            names = () if "surrogate" in case.name else case.names
+            names = ("a.jsonl, line 1", *names)
+            yield check(case.name, use, names, rejected=case.rejected)
+        with hostile.special_files(file) as found:
+            for name in found:
+                yield check(name, use, ("a.jsonl",), rejected=name != "folder")
+
+    check_all(results(), 120)
+
+
+def test_chat_templates(tmp_path):
+    config, template = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
+    valid = {"chat_template": [{"name": "default", "template": "x"}], "bos_token": {"content": "a"}}
+    never = set(hostile.VALUES)
+    texts = {"text", "escapes", "long"}
+    fields = {
+        "chat_template": never - texts,
+        "chat_template.0": never,
+        "chat_template.0.name": never,
+        "chat_template.0.template": never - texts,
+        "bos_token": never - texts - {"missing", "null", "true"},
+        "bos_token.content": never - texts - {"missing", "null", "true"},
+    }
+    also = dict.fromkeys(fields, ("chat_template", "bos_token"))
+
+    def use():
+        ChatTemplate.of(tmp_path).render([{"role": "user", "content": "a"}])
+
+    def results():
+        config.write_text(json.dumps(valid))
+        for case in [
+            *hostile.json_cases(valid, fields, also),
+            *hostile.text_cases(json.dumps(valid).encode()),
+        ]:
+            config.write_bytes(case.content)
+            # A template of half a character is text without a token.
+            rejected = case.rejected and "surrogate" not in case.name
+            yield check(case.name, use, (config.name, *case.names), rejected=rejected)
+        config.write_text(json.dumps(valid))
+        template.write_text("x")
+        for path in (config, template):
+            with hostile.special_files(path) as found:
+                for name in found:
+                    yield check(f"{path.name} is a {name}", use, (path.name,), rejected=True)
+
+    check_all(results(), 120)
 
 
 def test_tokenizers(tmp_path):

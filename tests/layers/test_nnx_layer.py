@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import assert_close, make_mesh, mesh_of, random_like, relative_rms
 
 from burst_jax.layers.nnx_layer import BurstAttention
-from burst_jax.layers.norm import RMSNorm
-from burst_jax.layers.rope import DynamicRope, YarnRope, apply_rope, rope_table
+from burst_jax.layers.norm import JointRMSNorm, RMSNorm
+from burst_jax.layers.rope import DynamicRope, Rope, YarnRope, apply_rope, rope_table
 from burst_jax.layouts.permutation import from_layout, positions, to_layout
 
 B, T, D, N, K, H = 2, 32, 24, 4, 2, 6
@@ -40,14 +40,16 @@ def make_layer(mesh=None, **options: Any):
     ("layout", "theta", "value_head_dim"),
     [
         ("striped", 100.0, 10),
-        pytest.param("zigzag", None, None, marks=pytest.mark.slow),  # without RoPE, as simple
+        # Without RoPE, as simple.
+        pytest.param("zigzag", None, None, marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_formula(layout, theta, value_head_dim):
     padding_id = -1 if layout == "zigzag" else 0
     layer = make_layer(
         make_mesh(data=2, seq=2), batch_axis="data", layout=layout, is_causal=True,
-        rope_theta=theta, qk_norm=True, value_head_dim=value_head_dim, padding_id=padding_id,
+        rope_theta=theta and Rope(theta, fraction=0.7), qk_norm="joint" if theta else True,
+        output_gate=theta is not None, value_head_dim=value_head_dim, padding_id=padding_id,
     )  # fmt: skip
     assert layer.value.kernel.shape == (D, K, value_head_dim or H)
     graphdef, params = nnx.split(layer)
@@ -72,7 +74,7 @@ def test_equals_the_formula(layout, theta, value_head_dim):
     out, d_params, d_x = ring(params, jnp.asarray(x, jnp.float32))
     keep = plain_model.causal(segments)
     want, gradients = plain_model.gradients(
-        lambda params, x: plain_model.attention_layer(params, x, pos, keep, theta),
+        lambda params, x: plain_model.attention_layer(params, x, pos, keep, theta, None, 0.7),
         cotangent, nnx.to_pure_dict(params), x,
     )  # fmt: skip
     assert_close((out, nnx.to_pure_dict(d_params), d_x), (want, *gradients), 1e-5)
@@ -184,8 +186,39 @@ def test_wrong_shapes_raise():
         layer(X, jnp.int32(0))
     with pytest.raises(ValueError, match="theta is 0"):
         rope_table(POSITIONS, 4, theta=0)
-    with pytest.raises(ValueError, match="head_dim is 3"):
+    with pytest.raises(ValueError, match="head_dim is 3: RoPE rotates pairs"):
         rope_table(POSITIONS, 3)
+    with pytest.raises(ValueError, match="head_dim is 0: it must be 1 or more"):
+        rope_table(POSITIONS, 0)
+    with pytest.raises(ValueError, match="qk_norm is 'all': use True, False or 'joint'"):
+        make_layer(qk_norm="all")
+
+
+def test_rope_of_part_of_a_head():
+    """The first features are rotated as those of a smaller head; without any, there is no RoPE."""
+    x = X.reshape(B, T, 2, 12)
+    table = rope_table(POSITIONS, 12, Rope(100.0, fraction=0.5))
+    assert table.cos.shape == (1, T, 3)
+    found, want = (
+        apply_rope(x, table),
+        plain_model.rotate(x, np.tile(POSITIONS, (B, 1)), 100.0, 0.5),
+    )
+    assert_close(found, want, 1e-6)
+    np.testing.assert_array_equal(found[..., 6:], x[..., 6:])
+    yarn = YarnRope(100.0, fraction=0.5)
+    np.testing.assert_array_equal(
+        rope_table(POSITIONS, 12, yarn).sin, rope_table(POSITIONS, 6, YarnRope(100.0)).sin
+    )
+    none = rope_table(POSITIONS, 13, Rope(fraction=0.0))
+    np.testing.assert_array_equal(apply_rope(x, none), x)
+    wrong: list[Any] = [-0.1, 1.5, True, "1"]
+    for fraction in wrong:
+        with pytest.raises(ValueError, match=r"Rope's fraction is .*: it must be from 0, no"):
+            Rope(fraction=fraction)
+    with pytest.raises(ValueError, match=r"head_dim is 6, and RoPE's fraction 0.5, 3 features:"):
+        rope_table(POSITIONS, 6, Rope(fraction=0.5))
+    with pytest.raises(ValueError, match=r"x has shape .*with 14 features of a head: pass one"):
+        apply_rope(x, rope_table(POSITIONS, 14))
 
 
 @pytest.mark.parametrize(("largest", "limit"), [(4096, 4e-4), (2**20, 6e-4), (2**24, 2e-3)])
@@ -256,6 +289,16 @@ def test_rms_norm():
     assert relative_rms(norm(tiny), np.asarray(tiny) / np.sqrt(2e-6) * np.arange(1, 9)) < 1e-6
     assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
     assert relative_rms(RMSNorm(8, offset=1.0)(tiny), norm(tiny) / norm.scale[...]) < 1e-6
+    # Of all heads together, and of one of three heads, with its own scale.
+    joint = JointRMSNorm(3, 8, offset=1.0)
+    joint.scales[...] = jnp.arange(24, dtype=jnp.float32).reshape(3, 8)
+    heads = np.random.default_rng(1).standard_normal((2, 5, 3, 8))
+    scales = 1 + np.asarray(joint.scales[...])
+    want = plain_model.joint_rms_norm(heads, scales)
+    assert relative_rms(joint(jnp.asarray(heads, jnp.float32)), want) < 1e-6
+    last = heads[:, :, 2:]
+    want = plain_model.joint_rms_norm(last, scales[2:])
+    assert relative_rms(joint(jnp.asarray(last, jnp.float32), jnp.int32(2)), want) < 1e-6
 
 
 def test_state_of_a_submodule_is_updated():

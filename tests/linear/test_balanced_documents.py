@@ -40,6 +40,7 @@ CASES: dict[str, Any] = {
     "5 devices, whole shards": (5, [(25,), (11, 14)], 5),
     "7 devices, tiny runs": (7, [(9, 5), (14,)], 2),
     "2 devices, nothing is split": (2, [(4, 6, 5, 3), (2, 8, 9)], None),
+    "2 devices, a decay per channel": (2, [(11, 45, 5, 2), (21, 1, 19, 17)], None),
 }
 
 
@@ -53,7 +54,7 @@ class Batch:
         ids = np.stack([ids_of(*each, total=length) for each in lengths])
         rng = np.random.default_rng(self.n)
         sizes: Any = {"batch": len(ids), "heads": 2, "key_heads": 1, "head_dim": 4, "value_dim": 6}
-        case = linear_cases.draw(rng, length, **sizes, edges=True)
+        case = linear_cases.draw(rng, length, **sizes, edges=True, channels="channel" in name)
         nothing = {"start": 0 * case.start, "dlast": 0 * case.dlast, "ids": ids}
         self.case = case._replace(**nothing)
         self.x, self.dy = rng.standard_normal((2, len(ids), length, 3)).astype(np.float32)

@@ -33,6 +33,7 @@ KINDS: dict[str, Any] = {
     "documents": {"documents": 5, "edges": True},
     "one document": {"decay": 1e-3},
     "strong decay": {"documents": 40, "decay": 3.0},
+    "decay per channel": {"documents": 5, "edges": True, "decay": 3.0, "channels": True},
 }
 SLOW = pytest.mark.slow
 
@@ -86,6 +87,9 @@ def test_documents_and_edges(n, layout):
         ("one document", 5, "contiguous"),
         ("strong decay", 2, "contiguous"),
         ("strong decay", 8, "zigzag"),
+        ("decay per channel", 2, "zigzag"),
+        ("decay per channel", 5, "contiguous"),
+        ("decay per channel", 8, "zigzag"),
     ],
 )
 def test_error_does_not_grow_with_devices(kind, n, layout):
@@ -97,6 +101,10 @@ def test_error_does_not_grow_with_devices(kind, n, layout):
 def test_log_steps(n, layout):
     """What more than 8 devices do; of the quick tests the one of two axes takes such steps."""
     assert_as_exact_as_alone("documents", n, layout, gathered=0)
+
+
+def test_a_decay_per_channel():
+    assert_as_exact_as_alone("decay per channel", 3, "zigzag")
 
 
 def drawn(seed):
@@ -116,12 +124,13 @@ def drawn(seed):
         decay=float(rng.choice([1e-3, 0.1, 3.0])),
         documents=int(rng.choice([0, 1, 3, 30])),
         edges=bool(rng.integers(2)),
+        channels=seed > 6,
     )
     return case, n, layout
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 1 else SLOW) for seed in range(7)]
+    "seed", [pytest.param(seed, marks=() if seed < 1 else SLOW) for seed in range(13)]
 )
 def test_drawn_calls(seed):
     case, n, layout = drawn(seed)
@@ -188,14 +197,20 @@ def test_half_precision(dtype, limit):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(AxisType.Auto, marks=SLOW), AxisType.Explicit], ids=str
+    ("kind", "channels"),
+    [
+        pytest.param(AxisType.Auto, False, marks=SLOW),
+        (AxisType.Explicit, False),
+        pytest.param(AxisType.Auto, True, marks=SLOW),
+        (AxisType.Explicit, True),
+    ],
+    ids=str,
 )
-def test_batch_and_tensor_axes(kind):
+def test_batch_and_tensor_axes(kind, channels):
     """Sequences, tokens and heads are split at once."""
     mesh = mesh_of(kind, data=2, seq=2, model=2)
-    case = linear_cases.draw(
-        np.random.default_rng(0), 100, batch=2, heads=4, key_heads=2, head_dim=8, documents=3
-    )
+    sizes: Any = {"batch": 2, "heads": 4, "key_heads": 2, "head_dim": 8, "documents": 3}
+    case = linear_cases.draw(np.random.default_rng(0), 100, **sizes, channels=channels)
     arrays = [*map(jnp.asarray, case[:6]), jnp.asarray(case.ids)]
     axes = {"batch_axis": "data", "tensor_axis": "model"}
 

@@ -47,6 +47,14 @@ WRONG = [
     ({"value": zeros(B, T, 3, HV), "log_decay": zeros(B, T, 3), "beta": zeros(B, T, 3)},
      "key has 2 heads, value 3: the number of value heads must be a multiple"),
     ({"beta": zeros(B, 5, N)}, "beta has shape (2, 5, 4), query has T = 24"),
+    ({"log_decay": zeros(B, T)},
+     "log_decay has shape (2, 24): it must be [B, T, N] or [B, T, N, H], with no empty dimension"),
+    ({"log_decay": zeros(B, T, N, HV)},
+     "log_decay has shape (2, 24, 4, 16), query has H = 8: log_decay must be [B, T, N, H] with the "
+     "same H"),
+    ({"log_decay": zeros(B, T, K, H)}, "log_decay has shape (2, 24, 2, 8), value has N = 4"),
+    ({"log_decay": zeros(B, T, N, 0)},
+     "log_decay has shape (2, 24, 4, 0): it must be [B, T, N, H], with no empty dimension"),
     ({"beta": None}, "beta is a NoneType: it must be an array"),
     ({"query": [1.0]}, "query is a list: it must be an array"),
     ({"key": zeros(B, T, K, H, dtype=jnp.bfloat16)},
@@ -73,8 +81,6 @@ OF_MESH = [
      "the length T of value is 22: the zigzag layout over 2 shards needs a multiple of 4"),
 ]  # fmt: skip
 IMPOSSIBLE = [
-    ({"log_decay": zeros(B, T, N, H)},
-     "log_decay has shape (2, 24, 4, 8), a decay per key channel (Kimi Delta Attention), which"),
     ({"layout": "striped"},
      "layout is 'striped', in which neighboring tokens are on different devices: gated_delta_rule "
      "needs 'zigzag' or 'contiguous', in all layers of the model"),
@@ -199,11 +205,11 @@ def test_errors_of_the_step():
         ({"state": zeros(B, N, HV, H)}, "state has shape (2, 4, 16, 8), query has H = 8"),
         ({"state": zeros(B, N, H, HV, dtype=jnp.bfloat16)}, "state has dtype bfloat16: cast it"),
         ({"beta": zeros(B)}, "beta has shape (2,): it must be [B, N]"),
+        ({"log_decay": zeros(B)}, "log_decay has shape (2,): it must be [B, N] or [B, N, H], with"),
+        ({"log_decay": zeros(B, N, HV)}, "log_decay has shape (2, 4, 16), query has H = 8: log_d"),
     ):
         call = functools.partial(linear.gated_delta_rule_step, **STEP | change)
         assert message in message_of(ValueError, call)
-    kda = functools.partial(linear.gated_delta_rule_step, **STEP | {"log_decay": zeros(B, N, H)})
-    assert "pass one per value head, [B, N]" in message_of(NotImplementedError, kda)
 
 
 def test_errors_of_the_convolution():
@@ -220,10 +226,10 @@ def test_errors_of_the_convolution():
         assert message in message_of(kind, call)
 
 
-def resolved(name, capability, dim=128, dtype=jnp.bfloat16):
+def resolved(name, capability, dim=128, dtype=jnp.bfloat16, channels=()):
     x = jax.ShapeDtypeStruct((1, 64, 2, dim), dtype)
-    gates = jax.ShapeDtypeStruct((1, 64, 2), jnp.float32)
-    inputs = Inputs(x, x, x, gates, gates)
+    decay, beta = (jax.ShapeDtypeStruct((1, 64, 2, *x), jnp.float32) for x in (channels, ()))
+    inputs = Inputs(x, x, x, decay, beta)
     found = choice.resolve(name, platform="gpu", compute_capability=capability, inputs=inputs)
     return found.name
 
@@ -241,6 +247,9 @@ def test_implementations_of_each_gpu(monkeypatch):
          "'mosaic_sm90': it has head dims (128, 128), query and value have (64, 64)"),
         ({"capability": 9.0, "dtype": jnp.float32},
          "'mosaic_sm90': it computes in bfloat16, query has dtype float32"),
+        ({"capability": 8.0, "channels": (128,)},
+         "'mosaic_sm80': it has one decay per token and value head, log_decay has shape (1, 64, 2, "
+         "128), a decay per key channel"),
         ({"capability": 8.6}, "'mosaic_sm80': its scans need 166912 bytes of shared memory per"),
         ({"capability": 8.0, "dtype": jnp.float16},
          "'mosaic_sm80': it computes in bfloat16, query has dtype float16"),
@@ -252,3 +261,6 @@ def test_implementations_of_each_gpu(monkeypatch):
         assert resolved(None, 7.5) == "xla"
     with pytest.raises(NotImplementedError, match=r"'mosaic_sm90' cannot run: it has head dims"):
         resolved("mosaic_sm90", 9.0, dim=64)
+    assert resolved(None, 9.0, channels=(128,)) == "mosaic_sm90"
+    with pytest.raises(NotImplementedError, match="'mosaic_sm80' cannot run: it has one decay per"):
+        resolved("mosaic_sm80", 9.0, channels=(128,))

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize("documents", [0, 3])
-def test_gradients_are_those_of_differences(documents):
+@pytest.mark.parametrize(("documents", "channels"), [(0, False), (3, False), (3, True)])
+def test_gradients_are_those_of_differences(documents, channels):
     """Of the output and the last state, in drawn directions, over more than one kept state."""
     rng = np.random.default_rng(documents)
     options = {"batch": 2, "heads": 4, "key_heads": 2, "head_dim": 3, "value_dim": 5}
-    case = linear_cases.draw(rng, 70, **options, documents=documents)
+    case = linear_cases.draw(rng, 70, **options, documents=documents, channels=channels)
     truth = linear_cases.truth(case)
     names = ("q", "k", "v", "log_decay", "beta", "start")
     inputs = [np.asarray(getattr(case, name), np.float64) for name in names]

@@ -20,28 +20,35 @@ N_DEVICES, LAYOUT = 2, "contiguous"
 
 
 @functools.cache
-def case(batch=2):
+def case(batch=2, channels=False):
     rng = np.random.default_rng(0)
-    return linear_cases.draw(rng, 100, batch=batch, head_dim=8, documents=3)
+    return linear_cases.draw(rng, 100, batch=batch, head_dim=8, documents=3, channels=channels)
 
 
 @functools.cache
-def truth():
-    return linear_cases.truth(case())
+def truth(channels=False):
+    return linear_cases.truth(case(channels=channels))
 
 
-def assert_right(got):
-    for name, want in truth().items():
+def assert_right(got, channels=False):
+    for name, want in truth(channels).items():
         assert linear_cases.error(got[name], want) < 2e-6, name
 
 
+BY_CHANNEL = pytest.mark.parametrize(
+    "channels", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+
+
+@BY_CHANNEL
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_a_shard_map(check_vma):
+def test_inside_a_shard_map(check_vma, channels):
     """States are replicated: their gradients are those of the whole sequence."""
     call = calls.in_shard_map(3, "zigzag", check_vma=check_vma)
     longer = linear_cases.draw(
-        np.random.default_rng(1), 102, batch=2, head_dim=8, value_dim=4, documents=3
-    )
+        np.random.default_rng(1), 102, batch=2, head_dim=8, value_dim=4, documents=3,
+        channels=channels,
+    )  # fmt: skip
     got = calls.results(call, longer, 3, "zigzag")
     for name, want in linear_cases.truth(longer).items():
         assert linear_cases.error(got[name], want) < 2e-6, name
@@ -52,7 +59,8 @@ def test_without_mesh_it_is_one_device():
     assert_right(calls.results(call, case(), 1, LAYOUT))
 
 
-def test_vmap():
+@BY_CHANNEL
+def test_vmap(channels):
     """Of sequences without a batch dimension."""
     run = calls.on_mesh(N_DEVICES, LAYOUT)
 
@@ -60,13 +68,15 @@ def test_vmap():
         results = run(*(x[None] for x in arrays))
         return tuple(x[0] for x in results)
 
-    assert_right(calls.results(jax.vmap(one), case(), N_DEVICES, LAYOUT))
+    c = case(channels=channels)
+    assert_right(calls.results(jax.vmap(one), c, N_DEVICES, LAYOUT), channels)
 
 
-def test_scan_over_layers_that_are_recomputed():
+@BY_CHANNEL
+def test_scan_over_layers_that_are_recomputed(channels):
     """Twice the same layer, with named results saved; gradients as without."""
     mesh = mesh_of(seq=N_DEVICES)
-    c = case()
+    c = case(channels=channels)
     q, k, v, log_decay, beta = map(jnp.asarray, c[:5])
     policy = jax.checkpoint_policies.save_only_these_names(*linear.CHECKPOINT_NAMES)
 
@@ -121,9 +131,10 @@ def test_x64():
     assert_right(got)
 
 
-def test_single_steps_are_the_rule():
+@pytest.mark.parametrize("channels", [False, True])
+def test_single_steps_are_the_rule(channels):
     """Token by token, continuing a state, against float64."""
-    c = case()._replace(ids=None)
+    c = case(channels=channels)._replace(ids=None)
     want = linear_cases.truth(c)
     state, outputs = jnp.asarray(c.start), []
     step = quick_jit(linear.gated_delta_rule_step)

@@ -9,10 +9,13 @@ import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import plain_model
 import pytest
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from meshes import assert_close, mesh_of
 
@@ -21,6 +24,7 @@ from burst_jax.models import (
     Decoder,
     DecoderConfig,
     DeltaNet,
+    KimiDelta,
     LayerKind,
     Lora,
     Rope,
@@ -33,7 +37,6 @@ from burst_jax.training import (
     evaluation_memory,
     init_train_state,
     make_batch,
-    make_optimizer,
     make_train_step,
     place_batch,
 )
@@ -45,6 +48,15 @@ LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
 HYBRID = dataclasses.replace(
     CONFIG, num_layers=3, layer_pattern=(LINEAR, LINEAR, FULL), num_heads=4, head_dim=6
 )
+# All that Qwen3-Next and Olmo Hybrid add to it, and fewer key heads than devices of a tensor axis.
+EXTENDED = dataclasses.replace(
+    HYBRID, layer_pattern=(LINEAR, LINEAR, LayerKind(norms="after")), num_kv_heads=1, head_dim=8,
+    attention_gate=True, qk_norm="joint", rope=Rope(100.0, fraction=0.5),
+    delta_net=dataclasses.replace(SIZES, norm_epsilon=1e-2, negative_eigenvalues=True),
+)  # fmt: skip
+KIMI = dataclasses.replace(
+    HYBRID, delta_net=KimiDelta(num_heads=4, num_key_heads=2, head_dim=6, value_head_dim=8)
+)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, CONFIG.vocab_size, (B, T)).astype(np.int32)
 SEGMENTS = np.ones((B, T), np.int32)
@@ -54,7 +66,15 @@ PACKED = np.ones((B, T), np.int32)
 PACKED[0, 20:], PACKED[0, 29:], PACKED[1, 30:] = 2, 3, 0
 COTANGENT = RNG.standard_normal((B, T, 16)).astype(np.float32)
 SLOW = pytest.mark.slow
-ADAPTED = ("query", "key", "value", "out", "output_gate", "beta", "decay")
+# Sizes of the projections with adapters.
+ADAPTED = {
+    "query": (16, 12), "key": (16, 12), "value": (16, 32), "out": (32, 16),
+    "output_gate": (16, 32), "beta": (16, 4), "decay": (16, 4),
+}  # fmt: skip
+ADAPTED_KIMI = {
+    **{name: ADAPTED[name] for name in ("query", "key", "value", "out", "beta")},
+    "output_gate_a": (16, 8), "output_gate_b": (8, 32), "decay_a": (16, 8), "decay_b": (8, 24),
+}  # fmt: skip
 
 
 def model_on(config=CONFIG, layout="zigzag", **sizes):
@@ -71,10 +91,12 @@ def model_on(config=CONFIG, layout="zigzag", **sizes):
 @pytest.mark.parametrize(
     ("config", "remat", "layout", "sizes"),
     [
-        (HYBRID, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        (EXTENDED, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
+        pytest.param(HYBRID, "selective", "balanced:16", {"seq": 2, "tensor": 2}, marks=SLOW),
         pytest.param(CONFIG, "full", "zigzag", {"data": 2, "seq": 4}, marks=SLOW),
+        pytest.param(KIMI, "attention", "zigzag", {"fsdp": 2, "seq": 2, "tensor": 2}, marks=SLOW),
     ],
-    ids=["hybrid", "linear"],
+    ids=["extended", "hybrid", "linear", "kimi"],
 )
 def test_equals_the_formula(config, remat, layout, sizes):
     segments = SEGMENTS if layout == "zigzag" else PACKED
@@ -87,9 +109,40 @@ def test_equals_the_formula(config, remat, layout, sizes):
     assert_close((got[0][kept], got[1]), (want[0][kept], want[1]), 2e-5)
 
 
+def test_weights_of_kimi_delta_attention():
+    """Their sizes are those that costs count; both heads and features are sharded."""
+    mesh = mesh_of(fsdp=2, seq=2, tensor=2)
+    config = dataclasses.replace(KIMI, lora=Lora(2))
+    options: Any = {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    model = nnx.merge(*abstract_decoder(config, **options))
+    layer = model.delta_net_layers.attention
+    for name, (inputs, outputs) in KIMI.mixer_sizes("delta_net").items():
+        linear = getattr(layer, name)
+        assert linear.kernel.size == 2 * inputs * outputs, name
+        assert linear.kernel_lora_a.shape == (2, inputs, 2)
+        assert linear.kernel_lora_b.shape == (2, 2, outputs)
+    specs = nnx.to_pure_dict(model.shardings().weight_specs(nnx.state(model)))
+    specs = specs["delta_net_layers"]["attention"]
+    features = ("fsdp", "seq")
+    assert specs["decay_a"]["kernel"] == P(None, features, None)
+    assert specs["decay_b"]["kernel"] == P(None, None, "tensor", None)
+    assert specs["output_gate_b"]["kernel_lora_b"] == P(None, None, "tensor")
+    assert specs["dt_bias"] == P(None, "tensor", None)
+    with pytest.raises(ValueError, match="head_dim is 0: it must be an integer, at least 1"):
+        KimiDelta(head_dim=0)
+
+
 @SLOW
-def test_adapters_equal_the_formula():
-    config = dataclasses.replace(HYBRID, lora=Lora(2, targets=ADAPTED))
+@pytest.mark.parametrize(
+    ("config", "adapted", "of_full"),
+    [
+        (EXTENDED, ADAPTED, [(16, 32), (16, 8), (16, 8), (32, 16), (16, 32)]),
+        (KIMI, ADAPTED_KIMI, [(16, 24), (16, 12), (16, 12), (24, 16)]),
+    ],
+    ids=["gated", "kimi"],
+)
+def test_adapters_equal_the_formula(config, adapted, of_full):
+    config = dataclasses.replace(config, lora=Lora(2, targets=tuple(adapted)))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         # B starts at 0, where A has no gradient. Large adapters would amplify rounding.
@@ -103,10 +156,9 @@ def test_adapters_equal_the_formula():
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, cotangent)
     # One device has up to 3.7e-5 in float32, in all adapters alike.
     assert_close(got[1], want[1], 4e-5)
-    assert set(got[1]["delta_net_layers"]["attention"]) == set(ADAPTED)
-    sizes = [(16, 12)] * 2 + [(16, 32)] * 2 + [(32, 16)] + [(16, 4)] * 2
-    of_full = (16, 24), (16, 12), (16, 12), (24, 16)
-    assert config.num_adapter_params == 2 * (2 * sum(map(sum, sizes)) + sum(map(sum, of_full)))
+    assert set(got[1]["delta_net_layers"]["attention"]) == set(adapted)
+    features = 2 * sum(map(sum, adapted.values())) + sum(map(sum, of_full))
+    assert config.num_adapter_params == 2 * features
 
 
 def test_saved_states_and_outputs_are_not_computed_again():
@@ -123,50 +175,70 @@ ROWS = np.random.default_rng(1).integers(1, CONFIG.vocab_size, (3, 4, T + 1))
 IDS = np.broadcast_to(1 + (np.arange(T + 1) > 13), (4, T + 1)).astype(np.int32)
 
 
-def losses(config, folder=None, **sizes):
+RATE, MOMENTUM = 0.1, 0.9
+
+
+def losses(config, folder, **sizes):
     """The losses of three steps on packed documents; and of the last one, resumed from a folder."""
-    mesh, optimizer = mesh_of(**sizes), make_optimizer(1e-2, 10, warmup_steps=1)
-    options: Any = {"rules": ShardingRules.of(mesh)}
-    _, params, moments = init_train_state(config, optimizer, mesh, 0, **options)
-    graphdef, _ = abstract_decoder(config, mesh=mesh, layout="zigzag", **options)
+    mesh, optimizer = mesh_of(**sizes), optax.sgd(RATE, MOMENTUM)
+    options: Any = {"rules": ShardingRules.of(mesh), "layout": "zigzag"}
+    drawn = jax.device_get(decoders.drawn(abstract_decoder(config)[1]))
+    graphdef, *made = init_train_state(config, optimizer, mesh, 0, params=drawn, **options)
+    state: list[Any] = made
     step = make_train_step(graphdef, optimizer, chunk_size=16, compiler_options=QUICK)
     found: list[float] = []
-    state: list[Any] = [params, moments]
 
     def take(rows):
         batch = make_batch(rows, layout="zigzag", num_shards=mesh.shape["seq"], segment_ids=IDS)
-        axes: Any = {"batch_axis": options["rules"].batch_axes or None, "seq_axis": "seq"}
-        state[0], state[1], metrics = step(state[0], state[1], place_batch(batch, mesh, **axes))
-        return float(metrics["loss"])
+        placed = place_batch(batch, mesh, rules=options["rules"])
+        state[0], state[1], metrics = step(state[0], state[1], placed)
+        found.append(float(metrics["loss"]))
 
-    for number, rows in enumerate(ROWS):
-        if folder is not None and number == len(ROWS) - 1:
-            with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
+        for number, rows in enumerate(ROWS):
+            if number == len(ROWS) - 1:
                 checkpoints.save(number, state)
-        found.append(take(rows))
-    if folder is not None:
+            take(rows)
+        checkpoints.wait()
         _, *abstract = abstract_train_state(config, optimizer, mesh, **options)
-        with Checkpoints(folder) as checkpoints:
-            restored = checkpoints.restore(abstract)
-        assert restored is not None
-        state[:] = restored.state
-        found.append(take(ROWS[-1]))
+        restored = checkpoints.restore(abstract)
+    assert restored is not None
+    state[:] = restored.state
+    take(ROWS[-1])
+    return found
+
+
+def plain_losses(config):
+    """The losses of three steps by the formula, in float64."""
+    ids, following = IDS[:, :-1], IDS[:, 1:]
+    weights, positions = np.float64(ids == following), np.tile(np.arange(T), (len(ids), 1))
+
+    def mean_loss(params, inputs, targets):
+        hidden = plain_model.decoder(
+            params, inputs.astype(int), positions, plain_model.causal(ids),
+            config.layer_ropes[0].theta, None, ids, decoders.stacks_of(config),
+        )  # fmt: skip
+        logits = hidden @ params["head"]["kernel"]
+        return plain_model.cross_entropy(logits, targets.astype(int), weights) / weights.sum()
+
+    params = nnx.to_pure_dict(decoders.drawn(abstract_decoder(config)[1]))
+    moments, found = jax.tree.map(np.zeros_like, params), []
+    run = plain_model.traced_gradients(mean_loss, 1.0, params, ROWS[0, :, :-1], ROWS[0, :, 1:])
+    for rows in ROWS:
+        loss, (gradients, *_) = run(1.0, params, rows[:, :-1], rows[:, 1:])
+        found.append(float(loss))
+        moments = jax.tree.map(lambda m, g: MOMENTUM * m + g, moments, gradients)
+        params = jax.tree.map(lambda w, m: w - RATE * m, params, moments)
     return found
 
 
 @SLOW
-def test_training_on_meshes_is_that_of_one_device(tmp_path):
-    one, found = losses(HYBRID, seq=1), losses(HYBRID, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
-    *found, resumed = found
-    np.testing.assert_allclose(found, one, rtol=1e-5)
-    assert len(set(one)) == len(ROWS)
-    assert resumed == found[-1]  # Bit for bit.
-
-
-@SLOW
-def test_a_resumed_run_of_linear_layers_alone_has_the_same_bits(tmp_path):
-    *_, last, resumed = losses(dataclasses.replace(CONFIG, num_layers=1), tmp_path, seq=2)
-    assert resumed == last
+@pytest.mark.parametrize("config", [HYBRID, KIMI], ids=["hybrid", "kimi"])
+def test_training_on_a_mesh_is_the_formula_s_and_resumes_with_the_same_bits(tmp_path, config):
+    *found, resumed = losses(config, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
+    np.testing.assert_allclose(found, plain_losses(config), rtol=1e-5)
+    assert len(set(found)) == len(ROWS)
+    assert resumed == found[-1]
 
 
 def test_costs_count_its_own_projections():
@@ -200,6 +272,16 @@ def test_kinds_of_layers():
     assert len(config.layer_ropes) == 3
     with pytest.raises(ValueError, match="mixer is 'mamba': use one of 'attention', 'delta_net'"):
         LayerKind(mixer=cast("Any", "mamba"))
+    with pytest.raises(ValueError, match="norms is 'pre': use one of 'before', 'after', 'both'"):
+        LayerKind(norms=cast("Any", "pre"))
+    kinds = LINEAR, LayerKind(norms="after"), LayerKind(8)
+    message = "layers with mixer 'attention' and norms 'after' and 'before': the weights of these"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HYBRID, layer_pattern=kinds)
+    both = dataclasses.replace(HYBRID, post_norms=True, layer_pattern=kinds[:2])
+    assert (both.norms_of("delta_net"), both.norms_of("attention")) == ("both", "after")
+    explicit = dataclasses.replace(HYBRID, layer_pattern=(LINEAR, LayerKind(norms="before")))
+    assert explicit.layer_kinds[1].norms is None
     with pytest.raises(ValueError, match="window is 5, and mixer 'delta_net': only softmax"):
         LayerKind(window=5, mixer="delta_net")
     with pytest.raises(ValueError, match=r"rope is Rope.*, and mixer 'delta_net': only softmax"):
@@ -227,6 +309,7 @@ def test_a_decoder_without_softmax_attention_has_no_table_of_rope():
             "num_heads is 8, and delta_net is given: its layers have no",
         ),
         ({"rope": Rope(1e6)}, ValueError, "rope is Rope.*, which rope is of; leave it out"),
+        ({"attention_gate": True}, ValueError, "attention_gate is True, and delta_net is given"),
         ({"qk_norm": False}, ValueError, "qk_norm is False, and delta_net is given"),
         ({"layer_pattern": (LayerKind(8),)}, ValueError, "delta_net is .*, and none of the 2 laye"),
         ({"remat": "half"}, NotImplementedError, "remat is 'half', which recomputes softmax"),
@@ -248,6 +331,14 @@ def test_sizes_are_checked():
         ValueError, match="num_heads is 4, num_key_heads 3: num_heads must be a mul"
     ):
         DeltaNet(num_key_heads=3)
+    with pytest.raises(ValueError, match="norm_epsilon is 0: it must be positive and finite in fl"):
+        DeltaNet(norm_epsilon=0)
+    with pytest.raises(ValueError, match="negative_eigenvalues is 2: it must be True or False"):
+        DeltaNet(negative_eigenvalues=cast("Any", 2))
+    with pytest.raises(ValueError, match="qk_norm is 'all': use True, False or 'joint'"):
+        dataclasses.replace(HYBRID, qk_norm=cast("Any", "all"))
+    with pytest.raises(ValueError, match=r"head_dim is 6, and RoPE's fraction 0.5, 3 features"):
+        dataclasses.replace(HYBRID, rope=Rope(fraction=0.5))
 
 
 @pytest.mark.parametrize("name", ["dropout_rate", "scale", "ulysses_axis"])
@@ -269,6 +360,10 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
+    with pytest.raises(
+        NotImplementedError, match=r"delta_net is KimiDelta.*: the planner has rates"
+    ):
+        plan.training(KIMI, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"delta_net has head dims \(6, 8\): the planner"):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):

@@ -21,7 +21,7 @@ from split_runs import ONE, losses, sized
 import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.layers.lora import set_adapter
-from burst_jax.layers.nnx_layer import add_bias
+from burst_jax.layers.projection import add_bias
 from burst_jax.models import DecoderConfig, FeedForward, Lora, abstract_decoder
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.hf.config import config_json

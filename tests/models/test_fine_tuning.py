@@ -94,8 +94,9 @@ def test_an_export_has_the_tokenizer_chat_templates_and_generation_settings(fold
             config=dataclasses.replace(config, lora=lora), mesh=mesh_of(seq=1), axes={}
         )
         args = argparse.Namespace(
-            model=folder, out=tmp_path / "out", dtype="float32", tokenizer=None, lora_export=name
-        )
+            model=folder, out=tmp_path / "out", dtype="float32", tokenizer=None, lora_export=name,
+            chat=False,
+        )  # fmt: skip
         for tokenizer in (None, tmp_path / "ids.npy"):
             args.tokenizer = tokenizer
             hf_checkpoints.export(args, run, {}, nnx.state(model))
@@ -106,6 +107,26 @@ def test_an_export_has_the_tokenizer_chat_templates_and_generation_settings(fold
             assert (exported / "tokenizer.json").read_bytes() == want
             assert not (exported / "tokenizer.json").is_symlink()
             assert not any((exported / file).exists() for file in left_out)
+
+
+def test_an_export_has_the_chat_template_of_the_training(folder, tmp_path):
+    """That next to --tokenizer, and none of the model's that would be used instead."""
+    model = load(folder, mesh=mesh_of(seq=1), dtype=jnp.float32)
+    run: Any = types.SimpleNamespace(config=model.config, mesh=mesh_of(seq=1), axes={})
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_text(f'{{"other": "{name}"}}')
+    args = argparse.Namespace(
+        model=folder, out=tmp_path / "out", dtype="float32", tokenizer=other / "tokenizer.json",
+        lora_export=None, chat=True,
+    )  # fmt: skip
+    hf_checkpoints.export(args, run, {}, nnx.state(model))
+    exported = tmp_path / "out" / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (exported / name).read_text() == (other / name).read_text()
+    assert not list(exported.rglob("*.jinja"))
+    assert (exported / "merges.txt").exists()
 
 
 @pytest.mark.slow

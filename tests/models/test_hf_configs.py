@@ -176,7 +176,10 @@ def test_configs_that_are_rejected(read, family, written, error, message):
             "quantization_config {'bits': 4}: no other quant.*"
             "; load the checkpoint that it was quantized from",
         ),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False and must be True"),
+        (
+            {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+            "tie_word_embeddings is False and must be True",
+        ),
     ],
 )
 def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, message):

@@ -140,7 +140,7 @@ def test_safetensors(path):
     """Headers and bodies."""
     file = path / "model.safetensors"
     config, family, _ = read_config(path)
-    weights = weights_of(abstract_decoder(config, mesh=ONE)[1], family)
+    weights = weights_of(abstract_decoder(config, mesh=ONE)[1], family, config)
 
     def read():
         check_tensors(path, TensorFiles(path), weights, ())

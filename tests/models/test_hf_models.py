@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_models import KEPT, KEPT_SECOND, LENGTH, SPLIT
+from hf_models import SPLIT, kept, kept_second
 from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of, random_like
 
 from burst_jax import ShardingRules
-from burst_jax.layouts.permutation import from_layout
 from burst_jax.models import (
     Auxiliary,
     Decoder,
@@ -38,13 +37,15 @@ SLOW, AUTO = pytest.mark.slow, AxisType.Auto
 
 
 @functools.cache
-def packed(num_shards, batch):
+def packed(name, num_shards, batch):
     """Sequences of one document and of two; both padded, to whole blocks and one more."""
-    length = LENGTH + 16 - LENGTH % 16 + 16 * num_shards
+    row = hf_models.row(name)
+    count = len(row)
+    length = count + 16 - count % 16 + 16 * num_shards
     tokens = np.zeros((batch, length + 1), np.int32)
     segments = np.zeros((batch, length + 1), np.int32)
-    tokens[:, :LENGTH], segments[:, :LENGTH] = hf_models.TOKENS, 1
-    segments[1::2, SPLIT:LENGTH] = 2
+    tokens[:, :count], segments[:, :count] = row, 1
+    segments[1::2, SPLIT:count] = 2
     return tokens, segments
 
 
@@ -52,35 +53,46 @@ def error(name, model, layout):
     """The largest error of logits, relative to the largest one, by transformers' logits."""
     mesh = dict(model.options)["mesh"]
     n = mesh.shape["seq"]
-    tokens, segments = packed(n, 8 if model.rules.stage else 2)
-    made = make_batch(tokens, layout=layout, num_shards=n, segment_ids=segments)
+    tokens, segments = packed(name, n, 8 if model.rules.stage else 2)
+    made = make_batch(
+        tokens, layout=layout, num_shards=n, segment_ids=segments,
+        local_window_sizes=model.config.local_window_sizes,
+        linear_attention=model.config.has_linear_attention,
+    )  # fmt: skip
     placed = place_batch(made, mesh, batch_axis=model.rules.batch_axes, seq_axis="seq")
     graphdef, state = nnx.split(model)
 
     @quick_jit
     def run(state, batch):
         model = nnx.merge(graphdef, state)
-        return model(batch["inputs"], batch["positions"], batch["segment_ids"])
+        given = (batch.get(key) for key in ("inputs", "positions", "segment_ids"))
+        return model(*given, document_tables=batch.get("document_tables"))
 
     with jax.set_mesh(mesh):
         hidden = run(state, placed)
     # On the host: arrays sharded over Explicit axes would have to be gathered first.
     hidden, kernel = jax.tree.map(np.asarray, jax.device_get((hidden, model.head_kernel())))
     found, cap = np.asarray(hidden @ kernel), model.config.final_soft_cap
-    found = from_layout(found if cap is None else cap * np.tanh(found / cap), layout, n)
-    want = hf_models.golden(name)
-    pairs = [(sequence[KEPT], want["row"]) for sequence in found[::2]]
+    in_layout = found if cap is None else cap * np.tanh(found / cap)
+    # Natural order: a token's position is its index.
+    rows, places = np.nonzero(made["segment_ids"])
+    positions = np.broadcast_to(made["positions"], made["segment_ids"].shape)[rows, places]
+    found = np.full((len(tokens), tokens.shape[1], in_layout.shape[-1]), np.nan, np.float32)
+    found[rows, positions] = in_layout[rows, places]
+    count = len(hf_models.row(name))
+    whole, second, want = kept(count), kept_second(count), hf_models.golden(name)
+    pairs = [(sequence[whole], want["row"]) for sequence in found[::2]]
     # Dynamic RoPE's base is that of the longest sequence, not of the second document.
     if "dynamic" not in name:
-        pairs += [(found[1][KEPT[:9]], want["row"][:9])]
-        pairs += [(found[1, SPLIT:LENGTH][KEPT_SECOND], want["second"])]
+        pairs += [(found[1][whole[:9]], want["row"][:9])]
+        pairs += [(found[1, SPLIT:count][second], want["second"])]
     return max(np.abs(got - truth).max() / np.abs(truth).max() for got, truth in pairs)
 
 
 # The others are parts of these, or tests/serving/test_serving.py generates with them.
 VARIANTS = (
     *("gemma3_images", "llama2", "llama3_tied", "llama_bias", "llama_linear", "llama_yarn"),
-    *("mistral_full", "qwen2_window", "qwen2_yarn", "qwen3_bias"),
+    *("mistral_full", "qwen2_window", "qwen2_yarn", "qwen3_bias", "qwen3_next"),
 )
 
 
@@ -97,6 +109,7 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
         pytest.param("llama_dynamic", {"seq": 2}, "striped", AUTO, marks=SLOW),
         ("qwen3_moe", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         ("gpt_oss", {"expert": 2, "seq": 2}, "striped", AUTO),
+        ("qwen3_next", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         pytest.param("mixtral", {"seq": 1}, "contiguous", AUTO, marks=SLOW),
         pytest.param("mixtral", {"expert": 2, "seq": 1}, "contiguous", AUTO, marks=SLOW),
         pytest.param("qwen3_moe", {"seq": 2}, "zigzag", AUTO, marks=SLOW),
@@ -104,6 +117,11 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
         pytest.param("gemma2", {"fsdp": 2, "seq": 2}, "striped", AxisType.Explicit, marks=SLOW),
         pytest.param("qwen3_moe_window", {"data": 2, "seq": 2}, "striped", AUTO, marks=SLOW),
         pytest.param("gemma3_types", {"stage": 2, "fsdp": 2, "seq": 2}, "zigzag", AUTO, marks=SLOW),
+        pytest.param("qwen3_next", {"expert": 2, "seq": 2}, "balanced:376", AUTO, marks=SLOW),
+        pytest.param("qwen3_5", {"data": 2, "seq": 4}, "zigzag", AxisType.Explicit, marks=SLOW),
+        pytest.param("qwen3_5_moe", {"stage": 2, "seq": 4}, "contiguous", AUTO, marks=SLOW),
+        pytest.param("olmo_hybrid", {"tensor": 4, "seq": 2}, "balanced:376", AUTO, marks=SLOW),
+        pytest.param("olmo_hybrid", {"seq": 8}, "zigzag", AUTO, marks=SLOW),
         *(pytest.param(name, {"seq": 1}, "contiguous", AUTO, marks=SLOW) for name in VARIANTS),
     ],
 )

@@ -28,6 +28,16 @@ def program(x, half, i, j):
         "slices": (lax.dynamic_slice(x, (i[0], i[3]), (2, 2)), x[i[1]], x[::2, 1:]),
         "updates": lax.dynamic_update_slice(x, x[:2, :2], (i[3], i[0])),
         "selects": (jnp.clip(x, -0.5, 0.5), lax.select_n(i % 2, i, j), jnp.sign(i)),
+        "reduces": lax.reduce(
+            (x, 2 * x), (jnp.float32(0), jnp.float32(1)),
+            lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]), (0,),
+        ),
+        "stacks": (jnp.stack([x, -x], 1), lax.unstack(x, 1)),
+        "sorts": lax.sort([i % 3, j, i], num_keys=1), "split": jnp.split(x, [1, 3]),
+        "pads": (lax.pad(x, jnp.float32(7), [(1, -1, 0), (-1, 1, 2)]), jnp.pad(x, 1)),
+        "sums": (jnp.cumsum(x, 0), lax.cumsum(x, axis=1, reverse=True)),
+        "functions": [f(x) for f in (jnp.sin, jnp.cos, jnp.log1p, jnp.expm1, jax.nn.sigmoid)],
+        "complex": jnp.exp(lax.complex(x, 2 * x)).imag + lax.rsqrt(1 + x * x),
         "products": (jnp.einsum("bij,bkj->bik", x.reshape(2, 2, 3), x.reshape(2, 2, 3)), x.T @ x),
     }  # fmt: skip
 

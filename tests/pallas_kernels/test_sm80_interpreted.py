@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import compare
+import interpreted_callbacks
 import interpreted_sm80
-import jax
 import local
 import local_cases
 import numpy as np
@@ -50,7 +50,7 @@ def run(inputs, kernels, **options):
     """Results of interpreted kernels; ``options`` of :func:`interpreted_sm80.interpreted`."""
     call = functools.partial(attend, kernels, inputs.spec)
     with interpreted_sm80.interpreted(**options):
-        return jax.tree.map(np.asarray, jax.jit(lambda *arrays: call(*arrays))(*inputs.arrays))
+        return interpreted_callbacks.run(call, *inputs.arrays)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_tiles_without_work_leave_running_sums_as_they_are():
         return out, lse, *local.backward(SMALL, *given, spec=inputs.spec)
 
     with interpreted_sm80.interpreted():
-        out, lse, dq, sums = jax.tree.map(np.asarray, jax.jit(call)(o, dkv))
+        out, lse, dq, sums = interpreted_callbacks.run(call, o, dkv)
     assert np.signbit(out).all()
     assert np.signbit(sums).all()
     for x in (out, lse, dq, sums):
@@ -97,5 +97,5 @@ def test_tiles_without_work_leave_running_sums_as_they_are():
 def test_a_missing_barrier_is_a_race(barrier):
     """Of a step of the backward pass with one stage: before, between and after its products."""
     inputs = local_cases.make_inputs(CASES[0], seed=7, batch=1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+    with pytest.raises(Exception, match="RACE DETECTED"):
         run(inputs, ONE, without_barrier=barrier)

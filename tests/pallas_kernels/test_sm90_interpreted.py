@@ -9,6 +9,7 @@ from unittest import mock
 
 import compare
 import interpreted
+import interpreted_callbacks
 import jax
 import jax.numpy as jnp
 import local
@@ -52,8 +53,7 @@ def inputs_of(case, batch=1):
 def interpret(run, *arrays, **options):
     """``run(*arrays)`` as NumPy arrays, its kernels interpreted."""
     with interpreted.interpreted(**options):
-        # A new function each time, so that nothing traced before is reused.
-        return jax.tree.map(np.asarray, jax.jit(lambda *arrays: run(*arrays))(*arrays))
+        return interpreted_callbacks.run(run, *arrays)
 
 
 def interpret_all(inputs, kernels=KERNELS, **options):
@@ -164,24 +164,26 @@ def test_values_in_padding_change_no_bit(monkeypatch, name, kernels):
 
     sides = q_tokens, q_tokens, kv_tokens, kv_tokens
 
-    @jax.jit
     def run(q, do, k, v, lse, delta):
         o, new_lse = local.forward(kernels, q, (k, v), q_tokens, kv_tokens, spec=inputs.spec)
         call = (q, do), (k, v), (lse, delta), q_tokens, kv_tokens
         return o, new_lse, local.backward(kernels, *call, spec=inputs.spec)
 
-    def results(values, stats):
-        arrays = [filled(x, at, values) for x, at in zip(clean, sides, strict=True)]
-        return jax.tree.leaves(jax.tree.map(np.asarray, run(*arrays, *stats)))
+    def filled_by(values):
+        return [filled(x, at, values) for x, at in zip(clean, sides, strict=True)]
 
-    zero = [filled(x, at, [0]) for x, at in zip(clean, sides, strict=True)]
+    zero = filled_by([0])
     run_reference = functools.partial(local.forward, REFERENCE, spec=inputs.spec)
     o, lse = quick_jit(run_reference)(zero[0], tuple(zero[2:]), q_tokens, kv_tokens)
     delta = np.einsum("btnh,btnh->bnt", zero[1].astype(np.float32), np.asarray(o))
     stats = np.asarray(lse), delta
     assert kernels.zeroes_padding(inputs.spec, mock.Mock(has_bias=False), backward=True)
     with interpreted.interpreted():
-        got, wanted = results([np.nan, np.inf, -np.inf], stats), results([0], stats)
+        traced = interpreted_callbacks.traced(run, *zero, *stats)
+        got, wanted = (
+            jax.tree.leaves(traced(*filled_by(values), *stats))
+            for values in ([np.nan, np.inf, -np.inf], [0])
+        )
     for x, y in zip(got, wanted, strict=True):
         assert not np.isnan(y).any()
         np.testing.assert_array_equal(x, y)

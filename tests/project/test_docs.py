@@ -89,6 +89,29 @@ def test_readme_fits_on_a_few_screens():
     assert text[:end].count("\n") + 1 <= 40
 
 
+def test_patches_of_frameworks_have_as_many_lines_as_the_page_says():
+    """Without imports, constants, comments and empty lines; a row of the table for each patch."""
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    patches = sorted((ROOT / "examples" / "frameworks").glob("*_patch.py"))
+    assert len(patches) == 7
+    for path in patches:
+        text = re.search(r"start:patch\](.*)# --8<-- \[end:patch\]", path.read_text(), re.DOTALL)
+        assert text is not None
+        lines = text[1].splitlines()
+        for node in ast.parse(text[1]).body:
+            first, last = node.lineno - 1, node.end_lineno
+            constant = isinstance(node, ast.Assign) and re.match(r"[A-Z, ]+ =", lines[first])
+            if isinstance(node, (ast.Import, ast.ImportFrom)) or constant:
+                lines[first:last] = [""] * len(lines[first:last])
+        count = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+        assert f'"{path.relative_to(ROOT)}:patch"' in page
+        name = path.stem.removesuffix("_patch").replace("_", "-")
+        row = re.search(rf"^\| \[[^]]*\]\(#{name}\) \|[^|]*\| (\d+) \|", page, re.MULTILINE)
+        assert row is not None, name
+        assert int(row[1]) == count, (name, count)
+        assert count <= 12, name
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 

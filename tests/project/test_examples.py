@@ -219,6 +219,7 @@ INVALID = {
     "--mixer=delta-net --remat=half": "--remat is 'half', .*, and --mixer delta-net is given: use",
     "--mesh=tensor=2 --mixer=hybrid --layers=4": "--kv-heads is 1: .* tensor=2, .* --mixer hybrid;",
     "--mixer=hybrid": "--full-attention-interval is 4, --layers 1: every 4th layer is softmax",
+    "--mixer=hybrid-kda": "--full-attention-interval is 4, --layers 1: every 4th layer is softmax",
     "--mixer=hybrid --full-attention-interval=1": "--full-attention-interval is 1, --layers 1",
     "--full-attention-interval=2": "--full-attention-interval is 2: it needs --mixer hybrid",
     "--seq-len=16000": "16000: the text's shorter part .* has [0-9]+ bytes .* need 16001",

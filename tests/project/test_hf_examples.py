@@ -197,7 +197,7 @@ def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
     (tmp_path / "text.txt").write_text("a b b")
     corpus = perplexity.open_corpus(tmp_path / "text.txt")
     for name, want in (("plain", [1, 2, 2]), ("special", [0, 1, 2, 2])):
-        tokenizer = perplexity.TokenizerFile(tmp_path / f"{name}.json")
+        tokenizer = perplexity.TokenizerFile(tmp_path / f"{name}.json", special_tokens=True)
         (ids,) = perplexity.documents(corpus, tokenizer)
         assert ids.tolist() == want
 
@@ -207,7 +207,7 @@ def test_a_text_begins_with_the_tokenizer_s_start_token(tmp_path):
 WITHOUT = """
 import importlib.util, runpy, sys
 found = importlib.util.find_spec
-lacking = ("grain", "tokenizers", "safetensors", "qwix", "tensorboardX")
+lacking = ("grain", "tokenizers", "jinja2", "safetensors", "qwix", "tensorboardX")
 importlib.util.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
 sys.argv, sys.path[0] = sys.argv[1:], "examples"
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -217,6 +217,7 @@ LACKING = (
     ("train_lm.py --help", DATA, "data"),
     ("train_lm.py --model=x --lora-rank 8", f"{MODELS}, qwix", "data,models,lora"),
     ("train_lm.py --tensorboard", f"{DATA}, tensorboardX", "data,tensorboard"),
+    ("generate.py --chat", "it needs grain, tokenizers, jinja2, safetensors", "data,chat,models"),
     ("generate.py --help", MODELS, "data,models"),
     ("perplexity.py --adapter a", f"{MODELS}, qwix", "data,models,lora"),
 )

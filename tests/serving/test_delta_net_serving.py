@@ -18,7 +18,7 @@ from implementations import quick_jit
 from meshes import mesh_of
 from served_models import CONFIG, Watched, models, prompts_of
 
-from burst_jax.models import DeltaNet, LayerKind, Lora, merge_lora
+from burst_jax.models import DeltaNet, KimiDelta, LayerKind, Lora, merge_lora
 from burst_jax.serving import Generator
 
 SIZES = DeltaNet(num_heads=4, num_key_heads=2, head_dim=8, value_head_dim=6)
@@ -26,6 +26,7 @@ LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
 HYBRID = dataclasses.replace(
     CONFIG, num_layers=3, layer_pattern=(LINEAR, FULL, LINEAR), delta_net=SIZES
 )
+KIMI = dataclasses.replace(HYBRID, num_layers=2, delta_net=KimiDelta(4, 2, 8, 6))
 PURE = dataclasses.replace(
     CONFIG, num_layers=2, delta_net=SIZES, num_heads=4, num_kv_heads=2, head_dim=64
 )
@@ -43,6 +44,7 @@ CASES = [
     case(HYBRID, {"seq": 3}, "zigzag", [130, 37], 7, chunk=50, extend=[2, 31]),
     case(PURE, {"data": 2, "seq": 2, "tensor": 2}, "contiguous", [1, 60], 6, extend=[9, 1]),
     case(HYBRID, {"seq": 2, "tensor": 2}, "zigzag", [70], 5, chunk=16, split=True),
+    case(KIMI, {"seq": 2, "tensor": 2}, "zigzag", [40], 4, chunk=16, split=True),
     case(PURE, {"seq": 8}, "zigzag", [300, 2, 17], 9, chunk=64, extend=[40, 3, 1]),
     case(PURE, {"seq": 1}, "contiguous", [90, 4], 5, chunk=30, extend=[1, 2]),
     case(WINDOWED, {"seq": 2}, "zigzag", [57, 57], 6, chunk=23, extend=[30, 30]),

@@ -25,7 +25,8 @@ def drawn(shapes):
     def weight(path, x):
         name, normal = jax.tree_util.keystr(path), rng.normal(size=x.shape)
         size = 0.3 if "bias" in name or "norm" in name else 0.15
-        return jnp.asarray(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
+        # JAX 0.12 compiles a program for each shape of jnp.asarray.
+        return jax.device_put(np.asarray(("norm" in name) + size * normal).astype(x.dtype))
 
     return jax.tree_util.tree_map_with_path(weight, shapes)
 
@@ -89,17 +90,27 @@ def by_formulas(model, tokens, segments, cotangent):
         return {name: merged(each) for name, each in part.items()}
 
     def hidden(weights):
-        theta = config.layer_ropes[0].theta if config.layer_ropes else None
-        stacks = [
-            "layers" if kind.mixer == "attention" else "delta_net_layers"
-            for kind in config.layer_kinds
-        ]
-        options = theta, config.logits_soft_cap, segments, stacks
+        rope = config.layer_ropes[0] if config.layer_ropes else None
+        theta, fraction = (None, 1.0) if rope is None else (rope.theta, rope.fraction)
+        sizes = config.delta_net
+        of_delta_net = () if sizes is None else (
+            2.0 if sizes.negative_eigenvalues else 1.0, sizes.norm_epsilon or config.norm_epsilon
+        )  # fmt: skip
+        options = (
+            *(theta, config.logits_soft_cap, segments, stacks_of(config)),
+            *(fraction, of_delta_net),
+        )
         return plain_model.decoder(merged(weights), tokens, positions, keep, *options)
 
     weights = nnx.to_pure_dict(nnx.state(model))
     out, (gradients,) = plain_model.gradients(hidden, cotangent, weights)
     return out, without_head(gradients if config.lora is None else adapters_of(gradients))
+
+
+def stacks_of(config):
+    """Of each layer the weights that it is in, for :func:`plain_model.decoder`."""
+    names = {"attention": "layers", "delta_net": "delta_net_layers"}
+    return [names[kind.mixer] for kind in config.layer_kinds]
 
 
 def adapters_of(part):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compare
+import interpreted_callbacks
 import interpreted_sm80
 import jax
 import local_cases
@@ -173,10 +174,9 @@ def run_of(
         return [np.asarray(x) for x in _attend(kernels, inputs.spec, *inputs.arrays)]
 
     def interpreted(inputs: Any) -> list[np.ndarray]:
-        # A new function each time, so that nothing traced before is reused.
         call = functools.partial(attend, kernels, inputs.spec)
         with _interpreter(family)(detect_races=False):
-            return [np.asarray(x) for x in jax.jit(lambda *arrays: call(*arrays))(*inputs.arrays)]
+            return list(interpreted_callbacks.run(call, *inputs.arrays))
 
     return interpreted if interprets else run
 

@@ -17,20 +17,37 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).parent.parent / "golden_models"
-VOCAB, LENGTH = 64, 600
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, LENGTH).astype(np.int32)
+# The longer row is that of models with linear attention.
+VOCAB, LENGTH, LONG = 64, 600, 716
+_LONG_ROW = np.random.default_rng(0).integers(0, VOCAB, LONG).astype(np.int32)
+TOKENS = _LONG_ROW[:LENGTH]
 # A packed row is two documents: the first SPLIT tokens, and the others.
 SPLIT = 250
-# The tokens whose logits are kept, of the whole row and of the second document alone.
-KEPT = np.append(np.arange(13, LENGTH, 27), LENGTH - 1)
-KEPT_SECOND = np.append(np.arange(7, LENGTH - SPLIT, 27), LENGTH - SPLIT - 1)
 # Lengths of a batch of prompts, the number of tokens generated after each, and the steps whose
 # logits are kept.
 PROMPTS, GENERATED = (661, 600), 64
 KEPT_STEPS = np.arange(0, GENERATED, 9)
+# A batch of training is a row of this many tokens and a packed one of its two documents, the first
+# TRAINED_SPLIT tokens and the others; the number of steps of plain gradient descent, and its rate.
+TRAINED, TRAINED_SPLIT, STEPS, RATE = 101, 37, 4, 0.05
 # The most probable token leads by this at least at every step, relative to the largest logit.
 # Rounding moves logits by a twentieth of it at most, so that no other token can take its place.
 MARGIN = 1e-3
+
+
+def row(name: str) -> np.ndarray:
+    """The row of a model."""
+    return _LONG_ROW if "linear_conv_kernel_dim" in golden(name)["config"] else TOKENS
+
+
+def kept(length: int) -> np.ndarray:
+    """The tokens of a row of this length whose logits are kept."""
+    return np.append(np.arange(13, length, 27), length - 1)
+
+
+def kept_second(length: int) -> np.ndarray:
+    """Those of the row's second document alone."""
+    return np.append(np.arange(7, length - SPLIT, 27), length - SPLIT - 1)
 
 
 def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.ndarray:
@@ -41,7 +58,11 @@ def random_weight(name: str, shape: tuple[int, ...], differences: bool) -> np.nd
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     weight = rng.standard_normal(shape)
     if name.endswith("norm.weight"):
-        weight = 0.3 * weight + (0 if differences else 1)
+        # Gated DeltaNet's own norm is like others in any model.
+        weight = 0.3 * weight + (0 if differences and "linear_attn" not in name else 1)
+    elif name.endswith("A_log"):
+        # States that last from a few tokens to hundreds.
+        weight = 1.5 * weight - 3.5
     elif "embed_tokens" in name or name.endswith(("bias", "sinks")):
         weight = 0.5 * weight
     else:
@@ -63,9 +84,9 @@ def prompts(seeds: Iterable[int]) -> list[np.ndarray]:
 def golden(name: str) -> dict:
     """``config``, ``shapes``, and the logits ``row`` and ``second`` of a model.
 
-    Where the model has generated: ``seeds`` of the prompts, ``tokens [rows, GENERATED]``, the
-    ``margins`` of the same shape by which each led, relative to the largest logit, and the
-    ``step_logits [rows, steps kept, V]``.
+    Where the model was trained: the ``losses`` of the steps. Where it has generated: ``seeds`` of
+    the prompts, ``tokens [rows, GENERATED]``, the ``margins`` of the same shape by which each led,
+    relative to the largest logit, and the ``step_logits [rows, steps kept, V]``.
     """
     with np.load(FOLDER / f"{name}.npz") as file:
         found = dict(file)
@@ -81,7 +102,7 @@ def names() -> list[str]:
 def tensors(name: str) -> dict[str, np.ndarray]:
     """All tensors of a model."""
     model = golden(name)
-    differences = model["config"]["model_type"].startswith("gemma")
+    differences = model["config"]["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
     return {
         tensor: random_weight(tensor, tuple(shape), differences)
         for tensor, shape in model["shapes"].items()

@@ -19,6 +19,7 @@ import interpreted_callbacks
 import interpreted_linear
 import jax
 import jax.numpy as jnp
+from interpreted import with_counters
 from jax import lax
 from jax._src import source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -224,10 +225,12 @@ def _kernel(without_barrier: int | None, detect_races: bool, body: Any, **option
     """``plgpu.kernel``, interpreted; a barrier in memory stands for the CTA's own."""
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
     names = "cta_barrier", "wait_for_copies_of_cta"
+    # No vector is copied by several warpgroups there.
+    by_own = {"copy": _copy_whole} if "gated_delta_rule" in options["kernel_name"] else {}
     if options["num_threads"] == 1:
 
         def alone(*refs: Any) -> None:
-            replaced: Any = dict.fromkeys(names, _nothing)
+            replaced: Any = dict.fromkeys(names, _nothing) | by_own
             with mock.patch.multiple(instructions, **replaced):
                 body(*refs)
 
@@ -243,7 +246,7 @@ def _kernel(without_barrier: int | None, detect_races: bool, body: Any, **option
             plgpu.barrier_arrive(cta_barrier)
             plgpu.barrier_wait(cta_barrier)
 
-        replaced: Any = dict.fromkeys(names, wait)
+        replaced: Any = dict.fromkeys(names, wait) | by_own
         with mock.patch.multiple(instructions, **replaced):
             body(*refs)
 
@@ -290,6 +293,7 @@ def interpreted(without_barrier: int | None = None, *, detect_races: bool = True
         for name, replacement in _PALLAS.items():
             stack.enter_context(mock.patch.object(plgpu, name, replacement))
         stack.enter_context(mock.patch.object(launch.plgpu, "kernel", kernel))
+        stack.enter_context(with_counters())
         for name in ("check_read", "check_write"):
             check = _but_atomics(getattr(GPURaceDetectionState, name))
             stack.enter_context(mock.patch.object(GPURaceDetectionState, name, check))

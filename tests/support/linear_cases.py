@@ -72,6 +72,7 @@ def draw(
     decay: float = 0.1,
     documents: int = 0,
     edges: bool = False,
+    channels: bool = False,
 ) -> Case:
     """A case in float32 that bfloat16 holds exactly, apart from gates and states.
 
@@ -86,6 +87,7 @@ def draw(
       decay: largest decrease of a log decay.
       documents: number of documents, with padding in and between them; 0 without ids.
       edges: some betas of 0, 1 and 2, some log decays of 0 and -1000.
+      channels: whether there is a decay per key channel.
     """
     value_dim = head_dim if value_dim is None else value_dim
 
@@ -98,11 +100,12 @@ def draw(
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
     gates = batch, length, heads
-    log_decay = (-decay * rng.random(gates)).astype(np.float32)
+    decays = (*gates, head_dim) if channels else gates
+    log_decay = (-decay * rng.random(decays)).astype(np.float32)
     beta = rng.random(gates).astype(np.float32)
     if edges:
         beta = np.select([rng.random(gates) < x for x in (0.1, 0.1, 0.1)], [0, 1, 2], beta)
-        kinds = [rng.random(gates) < x for x in (0.1, 0.03)]
+        kinds = [rng.random(decays) < x for x in (0.1, 0.03)]
         log_decay = np.select(kinds, [0, -1000], log_decay).astype(np.float32)
         beta = beta.astype(np.float32)
     ids = None
@@ -146,7 +149,8 @@ class _Step(NamedTuple):
     Attributes:
       q: query.
       k: key.
-      decay: factor on the state, 0 where a document begins; 1 in padding.
+      decay: factor on the state's rows, ``[B, N, C, 1]``, C is 1 or H; 0 where a document begins, 1
+        in padding.
       beta: 0 in padding.
       before: the state before it.
       missing: what the value has that the decayed state does not return for the key.
@@ -177,10 +181,12 @@ class _Recurrence:
         q, k, v, log_decay, beta, start = (np.asarray(x, np.float64) for x in case[:6])
         groups = v.shape[2] // k.shape[2]
         q, k = (np.repeat(x, groups, axis=2) for x in (q, k))
-        do, decay = np.asarray(case.do, np.float64), np.exp(log_decay)
+        self.channels = log_decay.ndim > beta.ndim
+        do, decay = np.asarray(case.do, np.float64), np.exp(log_decay.reshape(*beta.shape, -1))
         if case.ids is not None:
             valid = case.valid[..., None]
-            decay = np.where(valid, np.where(case.begins[..., None], 0, decay), 1)
+            decay = np.where(case.begins[..., None, None], 0, decay)
+            decay = np.where(valid[..., None], decay, 1)
             beta, do = np.where(valid, beta, 0), np.where(valid[..., None], do, 0)
         self.case, self.q, self.k, self.v, self.decay, self.beta = case, q, k, v, decay, beta
         self.do, self.kept, self.length = do, [start], v.shape[1]
@@ -190,7 +196,7 @@ class _Recurrence:
         state, found = self.kept[number], []
         for t in range(32 * number, min(32 * number + 32, self.length)):
             q, k, b = self.q[:, t], self.k[:, t], self.beta[:, t, :, None]
-            d = self.decay[:, t, :, None, None]
+            d = self.decay[:, t, :, :, None]
             missing = self.v[:, t] - np.einsum("bnk,bnkv->bnv", k, d * state)
             found.append(_Step(q, k, d, b, state, missing))
             state = found[-1].after
@@ -213,7 +219,7 @@ class _Recurrence:
         case, (batch, length, heads, dim) = self.case, self.q.shape
         dq, dk = np.zeros((2, batch, length, heads, dim))
         dv, terms = np.zeros((2, *self.v.shape))
-        dlog_decay = np.zeros((batch, length, heads))
+        dlog_decay = np.zeros((batch, length, heads, dim))
         dstate, steps = np.asarray(case.dlast, np.float64), self.steps(0)
         for t in reversed(range(length)):
             if t % 32 == 31 or t == length - 1:
@@ -227,11 +233,13 @@ class _Recurrence:
             dk[:, t] = np.einsum("bnkv,bnv->bnk", dstate, step.beta * step.missing)
             dk[:, t] -= np.einsum("bnkv,bnv->bnk", step.old, dv[:, t])
             dold = dstate - step.k[..., None] * dv[:, t, :, None, :]
-            dlog_decay[:, t] = (dold * step.old).sum((-1, -2))
+            dlog_decay[:, t] = (dold * step.old).sum(-1)
             dstate = step.decay * dold
         if case.ids is not None:
             for x in (terms, dlog_decay):
                 x[~case.valid] = 0
+        if not self.channels:
+            dlog_decay = dlog_decay.sum(-1)
         grouped = batch, length, case.k.shape[2], -1, dim
         dq, dk = (x.reshape(grouped).sum(3) for x in (dq, dk))
         return [dq, dk, dv, dlog_decay, terms.sum(-1), dstate], terms

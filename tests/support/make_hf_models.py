@@ -7,6 +7,7 @@ No test imports this: it needs torch and transformers, in an environment of thei
     /tmp/peer/bin/python tests/support/make_hf_models.py make NAME config.json
     /tmp/peer/bin/python tests/support/make_hf_models.py make NAME ...    # from stored configs
     /tmp/peer/bin/python tests/support/make_hf_models.py generate NAME ...    # after make
+    /tmp/peer/bin/python tests/support/make_hf_models.py train NAME ...    # after make
     /tmp/peer/bin/python tests/support/make_hf_models.py check FOLDER    # has NAME.anything, ...
 
 A ``config.json`` may have the format before or since transformers 5; the stored ones have both.
@@ -37,18 +38,29 @@ def load(folder):
     ).eval()
 
 
-def logits(model):
+def logits(model, tokens):
     """Those that are kept: of the whole row, and of the second document alone."""
     with torch.no_grad():
-        rows = [hf_models.TOKENS, hf_models.TOKENS[hf_models.SPLIT :]]
+        rows = [tokens, tokens[hf_models.SPLIT :]]
         row, second = (model(torch.tensor(x[None]).long()).logits[0].numpy() for x in rows)
-    return {"row": row[hf_models.KEPT], "second": second[hf_models.KEPT_SECOND]}
+    count = len(tokens)
+    return {"row": row[hf_models.kept(count)], "second": second[hf_models.kept_second(count)]}
 
 
 def store(name, config, shapes, **arrays):
     texts = {"config": json.dumps(config, sort_keys=True), "shapes": json.dumps(shapes)}
     np.savez_compressed(hf_models.FOLDER / f"{name}.npz", **texts, **arrays)
     hf_models.golden.cache_clear()
+
+
+def with_cuts_of_published_files(shapes):
+    """transformers cuts Olmo Hybrid's convolutions in three equal parts when it saves them."""
+    cut = dict(shapes)
+    for name in shapes:
+        if name.endswith("_conv1d.weight"):
+            projection = name.replace("_conv1d", "_proj")
+            cut[name] = [shapes[projection][0], *shapes[name][1:]]
+    return cut
 
 
 def make(name, config):
@@ -60,10 +72,33 @@ def make(name, config):
         transformers.AutoModelForCausalLM.from_config(read).save_pretrained(folder)
         with safe_open(folder / "model.safetensors", framework="numpy") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-        store(name, config, shapes)
-        found = logits(load(hf_models.write_folder(name, folder)))
-    store(name, config, shapes, **found)
+        store(name, config, with_cuts_of_published_files(shapes))
+        found = logits(load(hf_models.write_folder(name, folder)), hf_models.row(name))
+    store(name, config, hf_models.golden(name)["shapes"], **found)
     print(f"{name}: logits of {found['row'].std():.2f}")
+
+
+def train(name):
+    """Adds to a model's file the losses of the steps of plain gradient descent."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load(hf_models.write_folder(name, Path(folder))).train()
+    optimizer, losses = torch.optim.SGD(model.parameters(), hf_models.RATE), []
+    for step in range(hf_models.STEPS):
+        row = torch.tensor(hf_models.row(name)[step : step + hf_models.TRAINED]).long()
+        documents = [row, row[: hf_models.TRAINED_SPLIT], row[hf_models.TRAINED_SPLIT :]]
+        sums = [
+            torch.nn.functional.cross_entropy(
+                model(tokens[None]).logits[0, :-1], tokens[1:], reduction="sum"
+            )
+            for tokens in documents
+        ]
+        loss = torch.stack(sums).sum() / sum(len(tokens) - 1 for tokens in documents)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    store(name, **dict(hf_models.golden(name)) | {"losses": np.asarray(losses, np.float32)})
+    print(f"{name}: losses {losses}")
 
 
 def generated(loaded, seeds):
@@ -118,7 +153,8 @@ def generate(name):
 def check(folder):
     """Prints how far the logits of each model saved in ``folder`` are from the kept ones."""
     for path in sorted(Path(folder).iterdir()):
-        found, want = logits(load(path)), hf_models.golden(path.name.split(".")[0])
+        name = path.name.split(".")[0]
+        found, want = logits(load(path), hf_models.row(name)), hf_models.golden(name)
         errors = [np.abs(found[k] - want[k]).max() / np.abs(want[k]).max() for k in found]
         print(f"{path.name}: relative errors {errors[0]:.1e}, {errors[1]:.1e}")
 
@@ -127,9 +163,9 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "check":
         check(*arguments)
-    elif command == "generate":
+    elif command in ("generate", "train"):
         for name in arguments:
-            generate(name)
+            {"generate": generate, "train": train}[command](name)
     elif arguments[-1].endswith(".json"):
         make(arguments[0], json.loads(Path(arguments[1]).read_text()))
     else:

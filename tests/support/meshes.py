@@ -50,6 +50,7 @@ def random_like(tree, seed: int, scale: float = 1.0):
     rng = np.random.default_rng(seed)
 
     def drawn(x):
-        return jax.numpy.asarray(np.asarray(scale * rng.standard_normal(x.shape)).astype(x.dtype))
+        # JAX 0.12 compiles a program for each shape of jnp.asarray.
+        return jax.device_put(np.asarray(scale * rng.standard_normal(x.shape)).astype(x.dtype))
 
     return jax.tree.map(drawn, tree)

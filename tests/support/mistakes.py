@@ -16,7 +16,7 @@ from meshes import make_mesh
 
 
 def zeros(*shape, dtype=jnp.float32) -> Any:
-    return jnp.asarray(np.zeros(shape, dtype))  # Compiles nothing.
+    return jax.device_put(np.zeros(shape, dtype))  # Compiles nothing.
 
 
 def ids(*shape, dtype=np.int32) -> Any:

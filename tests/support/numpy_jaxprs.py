@@ -1,7 +1,8 @@
 """Traced programs evaluated by NumPy, one equation after the other, without compiling anything.
 
-For programs that are evaluated a few times: those of interpreted kernels, whose callbacks then get
-NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which compiles it.
+For programs that are evaluated a few times: formulas in float64, and interpreted kernels, whose
+callbacks then get NumPy's arrays, too. An equation without a rule here is evaluated by JAX, which
+compiles it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax._src.state import discharge
 
 _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -22,6 +25,22 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, as NumPy arrays or scalars."""
     with np.errstate(all="ignore"):
         return _program_of(jaxpr)(*map(_value, (*consts, *args)))
+
+
+def traced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """``function``, traced by JAX for arguments of these shapes and evaluated by NumPy.
+
+    Of functions that call kernels with JAX 0.12 or newer.
+    """
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    if jaxpr.effects:  # A kernel's arguments are references.
+        jaxpr = discharge.discharge_state(jaxpr)
+
+    def run(*args: Any) -> Any:
+        found = evaluate(jaxpr, jaxpr.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return run
 
 
 def _value(x: Any) -> Any:
@@ -87,8 +106,8 @@ def _function_of(eqn: Any) -> Callable[..., Sequence[Any]]:
     if name in _ELEMENTWISE:
         function = _ELEMENTWISE[name]
         return lambda *args: (function(*args),)
-    if name in _RULES:
-        function = _RULES[name](params, [var.aval for var in eqn.outvars])
+    if name in RULES:
+        function = RULES[name](params, [var.aval for var in eqn.outvars])
         if eqn.primitive.multiple_results:
             return function
         return lambda *args: (function(*args),)
@@ -106,6 +125,10 @@ def _function_of(eqn: Any) -> Callable[..., Sequence[Any]]:
 
 def _called(params, _):
     return _closed(params.get("jaxpr") or params["call_jaxpr"])
+
+
+def _custom_vmap(params, _):
+    return _closed(discharge.discharge_state(params["call"]))
 
 
 def _cond(params, _):
@@ -241,8 +264,71 @@ def _dynamic_update_slice(params, _):
     return update
 
 
+def _pad(params, avals):
+    """What negative padding cuts off is written, too, and then left out."""
+    config = [tuple(map(int, each)) for each in params["padding_config"]]
+    cut = [(max(-low, 0), max(-high, 0)) for low, high, _ in config]
+    sizes = [size + sum(ends) for size, ends in zip(avals[0].shape, cut, strict=True)]
+    at = tuple(
+        slice(max(low, 0), size - max(high, 0), inner + 1)
+        for size, (low, high, inner) in zip(sizes, config, strict=True)
+    )
+    kept = tuple(slice(low, size - high) for size, (low, high) in zip(sizes, cut, strict=True))
+
+    def pad(x, fill):
+        whole = np.full(sizes, fill, x.dtype)
+        whole[at] = x
+        return whole[kept]
+
+    return pad
+
+
+def _split(params, _):
+    ends = np.cumsum(params["sizes"])[:-1]
+    return lambda x: np.split(x, ends, params["axis"])
+
+
+def _sort(params, _):
+    """By the first arrays, equal ones in their order."""
+    axis, keys = params["dimension"], params["num_keys"]
+
+    def sort(*arrays):
+        order = np.lexsort(arrays[:keys][::-1], axis=axis)
+        return [np.take_along_axis(x, order, axis) for x in arrays]
+
+    return sort
+
+
+def _cumsum(params, _):
+    axis, reverse = params["axis"], params["reverse"]
+
+    def cumsum(x):
+        if not reverse:
+            return np.cumsum(x, axis, dtype=x.dtype)
+        return np.flip(np.cumsum(np.flip(x, axis), axis, dtype=x.dtype), axis)
+
+    return cumsum
+
+
 def _reduce(function):
     return lambda params, _: lambda x: function(x, axis=tuple(params["axes"]))
+
+
+def _reduce_by_program(params, _):
+    """By halves: what ``lax.reduce`` is given is associative, and here elementwise."""
+    combine, dims = _closed(params["jaxpr"]), params["dimensions"]
+
+    def run(*operands):
+        xs, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+        first = range(len(dims))
+        xs = [np.moveaxis(x, dims, first).reshape(-1, *np.delete(x.shape, dims)) for x in xs]
+        while (half := len(xs[0]) // 2) > 0:
+            odd = [x[2 * half :] for x in xs]
+            new = combine(*(x[:half] for x in xs), *(x[half : 2 * half] for x in xs))
+            xs = [np.concatenate(pair) for pair in zip(new, odd, strict=True)]
+        return combine(*starts, *(x[0] for x in xs)) if len(xs[0]) else starts
+
+    return run
 
 
 def _sum(params, avals):
@@ -315,11 +401,16 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "gt": operator.gt, "ge": operator.ge, "select_n": _select,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "shift_left": _shift(operator.lshift), "shift_right_logical": _shift(_right),
-    "pow": operator.pow, "copy": lambda x: x, "one_minus_square": lambda x: (1 - x) * (1 + x),
+    "add_any": operator.add, "sin": np.sin, "cos": np.cos, "log1p": np.log1p, "expm1": np.expm1,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
+    "complex": lambda x, y: x + 1j * y, "real": np.real, "imag": np.imag,
+    "stop_gradient": lambda x: x, "pow": operator.pow, "copy": lambda x: x,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
 }  # fmt: skip
-_RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
+RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "jit": _called, "pjit": _called, "closed_call": _called, "custom_jvp_call": _called,
-    "custom_vjp_call": _called, "cond": _cond, "while": _while, "scan": _scan,
+    "custom_vjp_call": _called, "custom_vmap_call": _custom_vmap, "cond": _cond, "while": _while,
+    "scan": _scan,
     "io_callback": _callback, "pure_callback": _callback, "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast, "iota": _iota, "reshape": _reshape, "squeeze": _squeeze,
     "transpose": lambda params, _: lambda x: x.transpose(params["permutation"]),
@@ -328,6 +419,10 @@ _RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "reduce_max": _reduce(np.max), "reduce_min": _reduce(np.min), "reduce_or": _reduce(np.any),
     "reduce_and": _reduce(np.all), "reduce_sum": _sum, "dot_general": _dot_general,
+    "reduce": _reduce_by_program,
     "integer_pow": lambda params, _: lambda x: x ** params["y"], "round": _round,
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
+    "stack": lambda params, _: lambda *xs: np.stack(xs, params["axis"]),
+    "unstack": lambda params, _: lambda x: [y[()] for y in np.moveaxis(x, params["axis"], 0)],
+    "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum,
 }  # fmt: skip

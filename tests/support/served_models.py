@@ -11,7 +11,7 @@ import numpy as np
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts
+from burst_jax.models import DecoderConfig, Experts, LayerKind, MixtureOfExperts, Rope
 from burst_jax.serving import Generator
 
 VOCAB = 48
@@ -25,14 +25,19 @@ LIKE_GEMMA = {
     "layer_pattern": WINDOWS, "logits_soft_cap": 5.0, "final_soft_cap": 3.0, "post_norms": True,
     "tie_embeddings": True, "scale_embeddings": True, "norm_offset": 1.0, "qk_norm": False,
 }  # fmt: skip
-LIKE_GPT = {"layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True}
+LIKE_GPT = {
+    "layer_pattern": WINDOWS, "attention_sinks": True, "num_kv_heads": 1, "out_bias": True,
+    "rope": Rope(fraction=0.5),
+}  # fmt: skip
 
 WITH_EXPERTS = {
-    "feed_forward": MixtureOfExperts, "experts": Experts(8, 2, shared_dim=8), "mlp_bias": True,
+    "feed_forward": MixtureOfExperts, "experts": Experts(8, 2, shared_dim=8, shared_gate=True),
+    "mlp_bias": True,
     "mlp_dim": 50, "num_layers": 1,
 }  # fmt: skip
 WITH_BIASES = {
-    "layer_pattern": (LayerKind(window=20),), "qkv_bias": True, "out_bias": True, "mlp_bias": True,
+    "layer_pattern": (LayerKind(window=20, norms="after"),), "qkv_bias": True, "out_bias": True,
+    "mlp_bias": True, "qk_norm": "joint", "attention_gate": True,
 }  # fmt: skip
 
 

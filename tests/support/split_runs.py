@@ -88,7 +88,8 @@ def run(
     mesh = sized(sizes, kind)
     rules = dataclasses.replace(rules_of(mesh), expert=expert)
     optimizer = optimizer or make_optimizer(2e-3, STEPS, warmup_steps=2, **options)
-    params = decoders.drawn(abstract_decoder(config)[1])
+    # From the host: to slice one device's array for the others is a program for each shape.
+    params = jax.device_get(decoders.drawn(abstract_decoder(config)[1]))
     graphdef, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, layout="zigzag", params=params
     )

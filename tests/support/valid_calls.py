@@ -344,7 +344,7 @@ def _placed(program: Program, name: str, x: Any) -> Any:
     if program.placed == "numpy":
         return x
     if program.placed == "jax":
-        return jnp.asarray(x)
+        return jax.device_put(x)
     # Of NumPy's arrays: to split one of JAX's is a program of its own, compiled for every shape.
     return jax.device_put(x, jax.NamedSharding(program.mesh, needed_spec(program, name, x.ndim)))
 

@@ -120,6 +120,7 @@ def arguments_of(**changed):
     given = {"seq_len": 32, "batch": 2, "packing": "first_fit", "steps": 9, "seed": 0}
     given |= {"model": None, "lr": 1e-3, "dtype": "float32", "moment_dtype": "float32"}
     given |= {"text_key": "text", "mixer": "attention", "full_attention_interval": None}
+    given |= {"chat": False}
     given |= dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets"))
     here = {"resume": "auto", "checkpoint_dir": "here", "out": Path("nowhere")}
     return argparse.Namespace(**given | here | changed)
@@ -143,6 +144,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
             ({"lora_rank": 8}, state, r"--lora-rank is 8: .* has None"),
             ({"moment_dtype": "bfloat16"}, *half),
             ({"text_key": "body"}, *other_text),
+            ({"chat": True}, state, r"--chat is True: the run of .* has False; use the same"),
             ({"resume": "never"}, state, r"--resume is never, and .* holds checkpoints"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -150,7 +152,7 @@ def test_a_run_resumes_only_with_the_same_data_and_schedule(tmp_path, capsys):
         capsys.readouterr()
         train_lm.restore(arguments_of(lr=2e-3), checkpoints, state)
         assert "--lr changed from 0.001 to 0.002" in capsys.readouterr().out
-        del saved["moment_dtype"], saved["text_key"]  # An old checkpoint.
+        del saved["moment_dtype"], saved["text_key"], saved["chat"]  # An old checkpoint.
         checkpoints.save(4, state, {"arguments": saved, "loader": "its state"})
         checkpoints.wait()
         assert train_lm.restore(arguments_of(), checkpoints, state)[0] == 4

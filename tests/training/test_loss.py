@@ -44,10 +44,8 @@ def dense(inputs, cotangent=1.0, z_loss=0.0, logits_soft_cap=None):
         total = plain_model.cross_entropy(logits, targets, weights)
         return total + z_loss * jnp.sum(weights * square)
 
-    with jax.enable_x64(True):
-        exact = (jnp.asarray(x, jnp.float64) for x in (hidden, kernel))
-        total, grads = quick_jit(jax.value_and_grad(loss, (0, 1)))(*exact)
-        return jax.device_get((total, jax.tree.map(lambda g: cotangent * g, grads)))
+    total, gradients = plain_model.gradients(loss, 1.0, hidden, kernel)
+    return total, tuple(cotangent * x for x in gradients)
 
 
 @functools.cache

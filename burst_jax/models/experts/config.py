@@ -29,6 +29,8 @@ class Experts:
         projection's, from -c to c.
       shared_dim: number of hidden features of a shared expert, a gated MLP for all tokens whose
         output is added; 0 is none.
+      shared_gate: whether that output is multiplied by ``sigmoid(x w)``, one number per token, as
+        in Qwen3-Next. Only with a shared expert.
       balance_loss: coefficient of the load-balancing loss (Fedus et al. 2021), per layer
         ``E sum_e f_e p_e``, with f_e the share of an expert in all assignments and p_e its mean
         score, scores being normalized to a sum of 1; 1 if the load is even.
@@ -50,6 +52,7 @@ class Experts:
     router_bias: bool = False
     clamp: float | None = None
     shared_dim: int = 0
+    shared_gate: bool = False
     balance_loss: float = 0.0
     z_loss: float = 0.0
     capacity_factor: float | None = 1.5
@@ -58,6 +61,11 @@ class Experts:
         check_integer("count", self.count, 1, _MAX_EXPERTS)
         check_integer("per_token", self.per_token, 1, self.count)
         check_integer("shared_dim", self.shared_dim, 0, 2**31 - 1)
+        if self.shared_gate and not self.shared_dim:
+            raise ValueError(
+                f"shared_gate is {shown(self.shared_gate)}, shared_dim 0: there is no shared "
+                "expert whose output it could scale; pass shared_dim, or leave shared_gate out"
+            )
         if self.score not in get_args(Score):
             raise ValueError(
                 f"score is {shown(self.score)}: use one of {str(get_args(Score))[1:-1]}"

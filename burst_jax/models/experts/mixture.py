@@ -78,6 +78,7 @@ class MixtureOfExperts(FeedForward):
         ("up", "bias"): ("expert", "mlp"),
         ("down", "bias"): (None, None),
         **{("shared", *path): axes for path, axes in GatedMLP.weight_axes.items()},
+        ("shared_gate", "kernel"): (None, None),
     }
 
     def __init__(
@@ -104,6 +105,13 @@ class MixtureOfExperts(FeedForward):
         )
         shared = GatedMLP(dense, out_init=out_init, rngs=rngs) if experts.shared_dim else None
         self.shared = nnx.data(shared)
+        gate = None
+        if experts.shared_gate:
+            gate = nnx.Linear(
+                d, 1, use_bias=False, dtype=jnp.float32, param_dtype=dtype, kernel_init=init,
+                rngs=rngs,
+            )  # fmt: skip
+        self.shared_gate = nnx.data(gate)
         self.hidden_axis = hidden_axis
         # Of a decoding step: the mesh axes along which devices have the same tokens.
         self._same_tokens: tuple[str, ...] | None = None
@@ -135,7 +143,7 @@ class MixtureOfExperts(FeedForward):
         """Number of weights that multiply each token: those of the router and of k experts."""
         experts = config.experts
         hidden = experts.per_token * config.mlp_dim + experts.shared_dim
-        return config.embed_dim * (experts.count + 3 * hidden)
+        return config.embed_dim * (experts.count + experts.shared_gate + 3 * hidden)
 
     def __call__(self, x: jax.Array, *, keeps_products: bool) -> jax.Array:
         """See :class:`FeedForward`."""
@@ -167,7 +175,12 @@ class MixtureOfExperts(FeedForward):
         arrays = _varying((self._parameters(), tokens, weights))
 
         def shared() -> jax.Array | None:
-            return None if self.shared is None else self.shared(x, keeps_products=keeps_products)
+            if self.shared is None:
+                return None
+            out = self.shared(x, keeps_products=keeps_products)
+            if self.shared_gate is None:
+                return out
+            return out * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32))).astype(out.dtype)
 
         def routed(
             arrays: Any, ids: jax.Array, meanwhile: Callable[[], Any]

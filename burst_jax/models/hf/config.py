@@ -205,8 +205,9 @@ def _text_config(
         )
     text = text or {}
     # The output projection belongs to the whole model.
-    tied = text.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
-    only = _ONLY | {"tie_word_embeddings": (tied,)}
+    tied = given.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
+    text = {"tie_word_embeddings": tied, **text}
+    only = _ONLY | {"tie_word_embeddings": (text["tie_word_embeddings"],)}
     _check_keys(path, multimodal.model_type, given, multimodal.keys, only, ignore)
     dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
     architecture = {"architectures": [family.architecture], "model_type": family.model_type}

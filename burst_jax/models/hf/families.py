@@ -1,4 +1,7 @@
-"""The model families. A new one is one more :class:`Family` in this file."""
+"""The model families. A new one is one more :class:`Family` in this file.
+
+Those with layers of linear attention are in :mod:`burst_jax.models.hf.hybrids`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from burst_jax.models.hf.family import LAYER, NAMES, Family, Fused, Multimodal, Names
+from burst_jax.models.hf.common import (
+    COMMON,
+    EXPERTS,
+    EXPERTS_FORMS,
+    EXPERTS_NAMES,
+    MLP,
+    ROUTER_IGNORED,
+    all_but_each,
+)
+from burst_jax.models.hf.family import LAYER, NAMES, Family, Joined, Multimodal, Names
+from burst_jax.models.hf.hybrids import HYBRIDS
 from burst_jax.models.hf.mxfp4 import MXFP4
 from burst_jax.models.hf.ropes import FULL, SLIDING
 
-_COMMON: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": None,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "partial_rotary_factor": None,
-    "original_max_position_embeddings": None,
-}
-_QWEN: dict[str, Any] = _COMMON | {
+_QWEN: dict[str, Any] = COMMON | {
     "hidden_act": "silu",
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
@@ -32,7 +34,7 @@ _QWEN: dict[str, Any] = _COMMON | {
 }
 # Keys that transformers does not read with experts, where all layers have the window, or none.
 _QWEN_LAYERS = ("max_window_layers", "layer_types")
-_GEMMA: dict[str, Any] = _COMMON | {
+_GEMMA: dict[str, Any] = COMMON | {
     "hidden_activation": "gelu_pytorch_tanh",
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -57,37 +59,26 @@ _GEMMA_NAMES: Names = {
     ("layers", "mlp_norm", "scale"): LAYER + "pre_feedforward_layernorm.weight",
     ("layers", "post_mlp_norm", "scale"): LAYER + "post_feedforward_layernorm.weight",
 }
-# The keys of experts in most families, and those of training them.
-_EXPERTS = {"num_local_experts": "count", "num_experts_per_tok": "per_token"}
-_ROUTER_IGNORED = ("output_router_logits", "router_aux_loss_coef")
-_MLP = ("layers", "mlp")
-_QWEN_EXPERTS_NAMES: Names = {
-    **NAMES,
-    (*_MLP, "router", "kernel"): LAYER + "mlp.gate.weight",
-    **{
-        (*_MLP, name, "kernel"): LAYER + f"mlp.experts.{{expert}}.{name}_proj.weight"
-        for name in ("gate", "up", "down")
-    },
-}
 _MIXTRAL_NAMES: Names = {
     **NAMES,
-    (*_MLP, "router", "kernel"): LAYER + "block_sparse_moe.gate.weight",
+    (*MLP, "router", "kernel"): LAYER + "block_sparse_moe.gate.weight",
     **{
-        (*_MLP, name, "kernel"): LAYER + f"block_sparse_moe.experts.{{expert}}.{theirs}.weight"
+        (*MLP, name, "kernel"): LAYER + f"block_sparse_moe.experts.{{expert}}.{theirs}.weight"
         for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },
 }
 _GPT_OSS_NAMES: Names = {
     **NAMES,
     ("layers", "attention", "sinks"): LAYER + "self_attn.sinks",
-    (*_MLP, "router", "kernel"): LAYER + "mlp.router.weight",
-    (*_MLP, "router", "bias"): LAYER + "mlp.router.bias",
+    (*MLP, "router", "kernel"): LAYER + "mlp.router.weight",
+    (*MLP, "router", "bias"): LAYER + "mlp.router.bias",
     **{
-        (*_MLP, name, of): Fused(f"{LAYER}mlp.experts.{theirs}{end}", part, parts)
-        for name, theirs, part, parts in (
-            ("gate", "gate_up_proj", 0, 2),
-            ("up", "gate_up_proj", 1, 2),
-            ("down", "down_proj", 0, 1),
+        (*MLP, name, of): Joined(f"{LAYER}mlp.experts.{theirs}{end}", groups, True, True)
+        # Each output of gate and that of up follow each other.
+        for name, theirs, groups in (
+            ("gate", "gate_up_proj", lambda config: config.mlp_dim),
+            ("up", "gate_up_proj", lambda config: config.mlp_dim),
+            ("down", "down_proj", lambda config: 1),
         )
         for of, end in (("kernel", ""), ("bias", "_bias"))
     },
@@ -104,16 +95,22 @@ _GPT_OSS_ROPE = {
 _GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
 
 
-def _last_layers(values: Mapping[str, Any]) -> list[bool]:
+def _last_layers(values: Mapping[str, Any]) -> list[str]:
     """Qwen: a window in the layers from ``max_window_layers`` on, if enabled."""
     used = values["use_sliding_window"] and values["sliding_window"] is not None
-    first = values["max_window_layers"]
-    return [bool(used) and layer >= first for layer in range(values["num_hidden_layers"])]
+    first, count = values["max_window_layers"], values["num_hidden_layers"]
+    return [SLIDING if used and layer >= first else FULL for layer in range(count)]
 
 
-def _all_but_each(values: Mapping[str, Any], pattern: int) -> list[bool]:
+def _all_but_each(values: Mapping[str, Any], pattern: int) -> list[str]:
     """Gemma: a window in all layers but each ``pattern``-th."""
-    return [bool((layer + 1) % pattern) for layer in range(values["num_hidden_layers"])]
+    return all_but_each(SLIDING, pattern, values)
+
+
+def _all_layers(values: Mapping[str, Any]) -> list[str]:
+    """A window in all layers, or none."""
+    used = values["sliding_window"] is not None and values.get("use_sliding_window", True)
+    return [SLIDING if used else FULL] * values["num_hidden_layers"]
 
 
 def _gemma3_text_tensor(name: str) -> str | None:
@@ -127,7 +124,7 @@ _ALL: tuple[Family, ...] = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        _COMMON
+        COMMON
         | {"hidden_act": "silu", "max_position_embeddings": 2048}
         | {"attention_bias": False, "mlp_bias": False},
         {"qk_norm": False},
@@ -137,11 +134,11 @@ _ALL: tuple[Family, ...] = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        _COMMON
+        COMMON
         | {"hidden_act": "silu", "max_position_embeddings": 131072, "sliding_window": 4096}
         | {"num_key_value_heads": 8},
         {"qk_norm": False},
-        lambda values: [values["sliding_window"] is not None] * values["num_hidden_layers"],
+        _all_layers,
     ),
     Family(
         "qwen2",
@@ -165,34 +162,35 @@ _ALL: tuple[Family, ...] = (
         | {"num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8}
         | {"norm_topk_prob": False},
         {"qk_norm": True},
-        lambda values: [bool(values["use_sliding_window"])] * values["num_hidden_layers"],
-        _QWEN_EXPERTS_NAMES,
+        _all_layers,
+        EXPERTS_NAMES,
         only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
         # The experts' hidden features; the other key has those of layers without experts.
         keys={"moe_intermediate_size": "mlp_dim"},
-        ignored=(*_ROUTER_IGNORED, *_QWEN_LAYERS),
-        experts={"norm_topk_prob": "normalize", "num_experts": "count"} | _EXPERTS,
+        ignored=(*ROUTER_IGNORED, *_QWEN_LAYERS),
+        experts={"norm_topk_prob": "normalize", "num_experts": "count"} | EXPERTS,
+        other_forms=EXPERTS_FORMS,
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        _COMMON
+        COMMON
         | {"hidden_act": "silu", "max_position_embeddings": 131072, "sliding_window": None}
         | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         {"qk_norm": False},
-        lambda values: [values["sliding_window"] is not None] * values["num_hidden_layers"],
+        _all_layers,
         _MIXTRAL_NAMES,
         {FULL: 1_000_000.0, SLIDING: 1_000_000.0},
         # Training with noise on the router's inputs.
         only={"router_jitter_noise": (0, None)},
-        ignored=_ROUTER_IGNORED,
-        experts=_EXPERTS,
+        ignored=ROUTER_IGNORED,
+        experts=EXPERTS,
     ),
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        _COMMON
+        COMMON
         | {"hidden_act": "silu", "max_position_embeddings": 131072, "sliding_window": 128}
         | {"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
         | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
@@ -203,8 +201,8 @@ _ALL: tuple[Family, ...] = (
         {FULL: 150_000.0, SLIDING: 150_000.0},
         {"swiglu_alpha": (1.702,)},
         # The last two are copies of num_experts_per_tok and of YaRN's original length.
-        ignored=(*_ROUTER_IGNORED, "experts_per_token", "initial_context_length"),
-        experts={"swiglu_limit": "clamp"} | _EXPERTS,
+        ignored=(*ROUTER_IGNORED, "experts_per_token", "initial_context_length"),
+        experts={"swiglu_limit": "clamp"} | EXPERTS,
         expert_fields={"router_bias": True},
         quantization=MXFP4,
     ),
@@ -253,4 +251,4 @@ _ALL: tuple[Family, ...] = (
         ),
     ),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *HYBRIDS)}

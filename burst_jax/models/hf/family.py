@@ -11,28 +11,35 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from burst_jax.errors import shown
-from burst_jax.models.config import Activation, DecoderConfig, LayerKind
+from burst_jax.models.config import Activation, DecoderConfig, LayerKind, Norms
+from burst_jax.models.delta_net import DeltaNet
 from burst_jax.models.experts import Experts, MixtureOfExperts
-from burst_jax.models.hf.ropes import FULL, SLIDING, read_ropes, write_ropes
+from burst_jax.models.hf.ropes import FULL, LINEAR, SLIDING, RopeForms, read_ropes, write_ropes
+from burst_jax.models.hf.views import OtherForm
 
 
-class Fused(NamedTuple):
-    """A tensor of all experts of a layer that may be several weights, ``[E, ..., parts outputs]``.
+class Joined(NamedTuple):
+    """A tensor of several weights' outputs, or of all experts of a layer.
+
+    The outputs of the weights follow each other in the order of the family's names, once in each of
+    ``groups`` groups: with two weights and two groups ``a0 a1 b0 a2 a3 b1``.
 
     Attributes:
       name: its name.
-      part: index of the weight in it.
-      parts: number of weights in it; output i of the weight is the tensor's ``parts i + part``.
+      groups: number of groups, from the decoder's config.
+      outputs_last: whether it is ``[inputs, outputs]``, rather than ``[outputs, inputs]``.
+      experts: whether it has a first dimension for the experts of a layer.
     """
 
     name: str
-    part: int = 0
-    parts: int = 1
+    groups: Callable[[DecoderConfig], int] = lambda config: 1
+    outputs_last: bool = False
+    experts: bool = False
 
 
 # A weight's path in nnx.state(decoder), and its tensor's name; {layer} is the layer's index, and
 # {expert} the expert's where each has a tensor.
-Names = Mapping[tuple[str, ...], str | Fused]
+Names = Mapping[tuple[str, ...], str | Joined]
 
 # By their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
@@ -83,15 +90,24 @@ class Family:
       defaults: the keys of ``config.json`` that change the computation, with transformers'
         defaults; keys in ``REQUIRED`` need none.
       fields: fields of ``DecoderConfig`` with the same value in all models.
-      keys: fields of ``DecoderConfig`` that are the value of a key of this family.
-      sliding: ``config.json``, with defaults, to one bool per layer: whether it has the window.
+      types: ``config.json``, with defaults, to the type of each layer, where it has no
+        ``layer_types``; None is full attention in all.
       names: names of the tensors.
       thetas: RoPE's base by type of layer where ``config.json`` has none.
       only: keys with the values that a decoder here supports.
+      keys: fields of ``DecoderConfig`` that are the value of a key of this family.
       ignored: keys that do not change the computation.
       experts: fields of :class:`burst_jax.models.Experts` that are the value of a key; of two keys
         of one field, the last one that is not null. Empty without experts.
       expert_fields: other fields of it, with the same value in all models.
+      linear: fields of :class:`burst_jax.models.DeltaNet` that are the value of a key. Empty
+        without layers of linear attention.
+      linear_fields: other fields of it, with the same value in all models.
+      norms: norms of the layers with softmax attention (:class:`burst_jax.models.LayerKind`).
+      ropes: what its RoPE may be.
+      derive: ``config.json``, with defaults, to the values of keys that are null there.
+      tensor_name: a stored name to a tensor's name, or None to skip the tensor.
+      other_forms: other forms of its tensors that files may have.
       quantization: ``quant_method`` of quantized tensors that loading dequantizes, or None.
       multimodal: the model of text and images with this family's language models.
     """
@@ -100,7 +116,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any]
     fields: Mapping[str, Any]
-    sliding: Callable[[Mapping[str, Any]], list[bool]] | None = None
+    types: Callable[[Mapping[str, Any]], list[str]] | None = None
     names: Names = dataclasses.field(default_factory=lambda: NAMES)
     thetas: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {FULL: 10000.0, SLIDING: 10000.0}
@@ -110,6 +126,13 @@ class Family:
     ignored: Collection[str] = ()
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expert_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    linear: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    norms: Norms | None = None
+    ropes: RopeForms = dataclasses.field(default_factory=RopeForms)
+    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
+    tensor_name: Callable[[str], str | None] = str
+    other_forms: tuple[OtherForm, ...] = ()
     quantization: str | None = None
     multimodal: Multimodal | None = None
 
@@ -128,6 +151,9 @@ class Family:
 
     def read(self, values: Mapping[str, Any]) -> DecoderConfig:
         """The decoder of a ``config.json``, whose keys are known and complete."""
+        missing = [key for key, value in values.items() if value is None]
+        derived = self.derive(values)
+        values = {**values, **{key: derived[key] for key in missing if key in derived}}
         heads, head_dim = values["num_attention_heads"], values["head_dim"]
         fields = {field: values[key] for key, field in self._field_keys.items()}
         fields |= {
@@ -154,14 +180,21 @@ class Family:
             numbers = {field: value for field, value in given if value is not None}
             fields["experts"] = Experts(**numbers | dict(self.expert_fields))
             fields["feed_forward"] = MixtureOfExperts
+        if any(kind.mixer == "delta_net" for kind in fields["layer_pattern"]):
+            sizes = {field: values[key] for key, field in self.linear.items()}
+            fields["delta_net"] = DeltaNet(**sizes | dict(self.linear_fields))
         return DecoderConfig(**fields | dict(self.fields))
 
     def write(self, config: DecoderConfig, max_length: int) -> dict[str, Any]:
         """A ``config.json`` that :meth:`read` reads as ``config``, if the family can express it."""
         kinds = config.layer_kinds
         windows = [kind.window for kind in kinds if kind.window is not None]
-        types = [FULL if kind.window is None else SLIDING for kind in kinds]
-        ropes = dict(zip(types, config.layer_ropes, strict=True))
+        types = [_type(kind) for kind in kinds]
+        ropes = {_type(kind): kind.rope for kind in kinds if kind.rope is not None}
+        if "delta_net" in config.mixers and (not ropes or not self.linear):
+            raise NotImplementedError(
+                f"{self.model_type} cannot express layers with mixers {', '.join(config.mixers)}"
+            )
         scale = config.attention_scale
         activations = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish"}
         written = {key: getattr(config, field) for key, field in self._field_keys.items()}
@@ -175,11 +208,13 @@ class Family:
             "sliding_window": min(windows, default=None),
             "layer_types": types,
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
-            **write_ropes(ropes, per_type="rope_local_base_freq" in self.defaults),
+            **write_ropes(ropes, self.ropes, per_type="rope_local_base_freq" in self.defaults),
         }
         if bool(self.experts) != (config.experts is not None):
             raise NotImplementedError(f"{self.model_type} cannot express experts={config.experts}")
         written |= {key: getattr(config.experts, field) for key, field in self.experts.items()}
+        if config.delta_net is not None:
+            written |= {key: getattr(config.delta_net, field) for key, field in self.linear.items()}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -196,29 +231,42 @@ class Family:
         return "hidden_act" if "hidden_act" in self.defaults else "hidden_activation"
 
     def _kinds(self, values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
-        ropes = read_ropes(values, self.thetas)
+        ropes = read_ropes(values, self.thetas, self.ropes)
         count = values["num_hidden_layers"]
-        sliding = [False] * count if self.sliding is None else self.sliding(values)
         types = values.get("layer_types")
-        if types is not None:
-            if len(types) != count or not all(kind in (FULL, SLIDING) for kind in types):
-                raise ValueError(
-                    f"config.json's layer_types is {shown(types)}: it needs {count} entries, each "
-                    f"{FULL!r} or {SLIDING!r}"
-                )
-            sliding = [kind == SLIDING for kind in types]
+        known = (FULL, LINEAR if self.linear else SLIDING)
+        if types is None:
+            types = [FULL] * count if self.types is None else self.types(values)
+        elif len(types) != count or not all(kind in known for kind in types):
+            raise ValueError(
+                f"config.json's layer_types is {shown(types)}: it needs {count} entries, each "
+                f"{known[0]!r} or {known[1]!r}"
+            )
+        if FULL not in types and LINEAR in types:
+            raise NotImplementedError(
+                f"config.json has {count} layers, all {LINEAR!r}: at least one must be {FULL!r}"
+            )
         window = values.get("sliding_window")
-        if any(sliding) and window is None:
+        if SLIDING in types and window is None:
             raise ValueError("config.json has sliding layers, and its sliding_window is null")
-        if any(sliding) and not values.get("use_sliding_window", True):
+        if SLIDING in types and not values.get("use_sliding_window", True):
             raise ValueError(
                 "config.json has sliding layers in layer_types, and its use_sliding_window is "
                 "false: make it true, or all layers full_attention"
             )
-        return tuple(
-            LayerKind(window, ropes[SLIDING]) if slides else LayerKind(None, ropes[FULL])
-            for slides in sliding
-        )
+        kinds = {
+            FULL: LayerKind(None, ropes[FULL], norms=self.norms),
+            SLIDING: LayerKind(window, ropes[SLIDING], norms=self.norms),
+            LINEAR: LayerKind(mixer="delta_net"),
+        }
+        return tuple(kinds[kind] for kind in types)
+
+
+def _type(kind: LayerKind) -> str:
+    """The type of a layer in ``config.json``."""
+    if kind.mixer == "delta_net":
+        return LINEAR
+    return FULL if kind.window is None else SLIDING
 
 
 LAYER = "model.layers.{layer}."

@@ -12,12 +12,17 @@ from burst_jax.models.config import MAX_LAYERS, MAX_SIZE
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
     "max_position_embeddings",
+    "full_attention_interval",
+    "linear_conv_kernel_dim",
 )
 # Null where transformers computes them from others, or where there is none.
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings"),
     *("sliding_window_pattern", "_sliding_window_pattern"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 )
 _NUMBERS = ("rms_norm_eps", "rope_local_base_freq")
 _OPTIONAL_NUMBERS = (
@@ -27,7 +32,7 @@ _OPTIONAL_NUMBERS = (
 )
 _BOOLEANS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
-    "norm_topk_prob",
+    *("norm_topk_prob", "linear_allow_neg_eigval"),
 )
 
 

@@ -7,7 +7,7 @@ reads every .safetensors file of a folder, some of which have the weights twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +82,7 @@ class TensorFiles:
     def _dequantize(self, name: str) -> None:
         """Replaces blocks and scales by the tensor that they are."""
         if name + SCALES in self._places and name not in self._places:
-            blocks, scales = (self._slice(name + end) for end in (BLOCKS, SCALES))
+            blocks, scales = (self.slice_of(name + end) for end in (BLOCKS, SCALES))
             self._slices[name] = Mxfp4Slice(name, blocks, scales)
             self._places[name] = self._places.pop(name + BLOCKS)
             del self._places[name + SCALES]
@@ -96,19 +96,26 @@ class TensorFiles:
         """Gives a tensor another name."""
         self._places[new] = self._places.pop(old)
 
+    def replace(self, names: Iterable[str], views: Mapping[str, Any]) -> None:
+        """Replaces tensors by views of them, which have the methods of a safetensors slice."""
+        places = [self._places.pop(name) for name in names]
+        self._places.update(dict.fromkeys(views, places[0]))
+        self._slices.update(views)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        return tuple(self.slice_of(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor as in safetensors, like BF16."""
-        return self._slice(name).get_dtype()
+        return self.slice_of(name).get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> Any:
         """A slice of a tensor."""
-        return self._slice(name)[index]
+        return self.slice_of(name)[index]
 
-    def _slice(self, name: str) -> Any:
+    def slice_of(self, name: str) -> Any:
+        """The safetensors slice of a tensor, or what has its methods."""
         # Made on demand: a file may have a million tensors that nobody reads.
         if name not in self._slices:
             file, stored = self._places[name]

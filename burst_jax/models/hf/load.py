@@ -26,6 +26,7 @@ from burst_jax.models.hf.files import FLOATING, TensorFiles
 from burst_jax.models.hf.quantized import DEQUANTIZE
 from burst_jax.models.hf.tensors import Weight, index_of, weights_of
 from burst_jax.models.hf.tied import UntiedHead, head_name, resolve_head
+from burst_jax.models.hf.views import add_views
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
 from burst_jax.parallel.rules import ShardingRules
@@ -79,10 +80,10 @@ def load(
     """Loads a decoder from a Hugging Face checkpoint.
 
     Supported families: llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, qwen3_moe,
-    mixtral, gpt_oss (MXFP4 experts are dequantized), gemma2, gemma3_text, and the language model of
-    gemma3. Each process reads the slices that its devices
-    hold, one weight after the other, so host memory holds at most one weight with all its layers in
-    addition to the model.
+    qwen3_next, qwen3_5_text, qwen3_5_moe_text, olmo_hybrid, mixtral, gpt_oss (MXFP4 experts are
+    dequantized), gemma2, gemma3_text, and the language models of qwen3_5, qwen3_5_moe and gemma3.
+    Each process reads the slices that its devices hold, one weight after the other, so host memory
+    holds at most one weight with all its layers in addition to the model.
 
     If ``config.json`` ties the output projection to the embedding and the files have both, each
     process compares them: a copy is not loaded; one that differs is, untied, with the warning
@@ -134,19 +135,22 @@ def load(
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
-    weights = weights_of(shapes, family)
+    weights, dtypes = weights_of(shapes, family, config), flat_weights(shapes)
     copy = (head_name(family),) if config.tie_embeddings else ()
+    tensors = {name: weight.tensor_shape for weight in weights for name in weight.names}
+    experts = config.experts.count if config.experts else 0
+    add_views(files, family.other_forms, tensors, config.num_layers, experts)
     check_tensors(folder, files, weights, (*ignore, *copy))
     values = {}
     for weight in weights:
-        sharding = NamedSharding(mesh, specs[weight.path])
-        values[weight.path] = read_weight(files, weight, sharding, np.dtype(config.param_dtype))
+        sharding, dtype = NamedSharding(mesh, specs[weight.path]), dtypes[weight.path].dtype
+        values[weight.path] = read_weight(files, weight, sharding, np.dtype(dtype))
     return nnx.merge(graphdef, with_weights(shapes, values))
 
 
 def _files(folder: Path, family: Family, multimodal: Multimodal | None) -> TensorFiles:
     """The tensors of a checkpoint, under the names of the language model."""
-    tensor_name = multimodal.tensor_name if multimodal else str
+    tensor_name = multimodal.tensor_name if multimodal else family.tensor_name
     return TensorFiles(folder, tensor_name=tensor_name, quantization=family.quantization)
 
 

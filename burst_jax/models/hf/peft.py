@@ -23,13 +23,13 @@ from burst_jax.json_files import read_object
 from burst_jax.layers.lora import LORA_A, LORA_B, PROJECTIONS, ROUTER, Lora
 from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
-from burst_jax.models.hf.config import loaded_from
+from burst_jax.models.hf.config import config_json, loaded_from
 from burst_jax.models.hf.families import FAMILIES
-from burst_jax.models.hf.family import Family
+from burst_jax.models.hf.family import Family, Joined
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
-from burst_jax.models.hf.tensors import Weight
+from burst_jax.models.hf.tensors import Weight, layers_of_stacks, weights_at
 from burst_jax.models.lora import abstract_like, reject_adapters
 from burst_jax.models.weights import flat_weights, with_weights
 from burst_jax.parallel.mesh import mesh_with_devices
@@ -79,7 +79,8 @@ def save_adapter(
       FileExistsError: the folder is not empty.
       ImportError: the library safetensors is missing.
       NotImplementedError: ``base`` is a model of text and images, to whose vision layers peft would
-        add the adapters, too; or an expert mixture's router has an adapter.
+        add the adapters, too; an expert mixture's router has an adapter; or a projection that is
+        part of a larger one in transformers, like the gated query projection of Qwen3-Next.
       OSError: for example, the disk is full.
       ValueError: the decoder has no adapters, or ``folder`` is a mount point.
     """
@@ -93,6 +94,13 @@ def save_adapter(
         )
     check_base(config, base)
     arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
+    names = _family(config).names
+    kernels = [names[*path[:-1], "kernel"] for path in arrays]
+    if joined := sorted({_module(kernel) for kernel in kernels if isinstance(kernel, Joined)}):
+        raise NotImplementedError(
+            f"model has adapters of parts of {', '.join(joined)}, which in peft have one adapter "
+            "for all parts: use targets without them, or save the merged model"
+        )
     alpha = float(lora.divisor if lora.alpha is None else lora.alpha)
     written = {
         "peft_type": "LORA",
@@ -100,7 +108,7 @@ def save_adapter(
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted(PROJECTIONS[name] for name in config.adapted),
+        "target_modules": sorted({_module(kernel) for kernel in kernels}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -113,7 +121,7 @@ def save_adapter(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    files = {TENSORS: list(in_order(_weights(arrays, config)))}
+    files = {TENSORS: list(in_order(_weights(arrays, model)))}
     write_folder(Path(folder), files, arrays, jnp.dtype(dtype), {CONFIG: written})
 
 
@@ -141,11 +149,7 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     reject_adapters(model)
     given = _read_config(folder / CONFIG)
     files = TensorFiles(folder, single=TENSORS)
-    targets = tuple(
-        ours
-        for ours, theirs in PROJECTIONS.items()
-        if any(f".{theirs}.lora_A." in name for name in files.names)
-    )
+    targets = _targets(files, model.config)
     if not targets:
         raise ValueError(f"{folder / TENSORS} has no tensor of a projection: not a LoRA adapter")
     stabilized = bool(given.get("use_rslora"))
@@ -155,7 +159,7 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     specs = flat_weights(shardings.weight_specs(shapes))
     mesh = mesh_with_devices(shardings.mesh)
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
-    weights = _weights(flat_weights(adapters), model.config)
+    weights = _weights(flat_weights(adapters), model)
     check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe", _MERGE)
     values = {
         weight.path: read_weight(
@@ -183,24 +187,65 @@ def check_base(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
         )
 
 
-def _weights(arrays: Any, config: DecoderConfig) -> list[Weight]:
-    """The adapters with their tensors' names, from arrays or shapes by path."""
-    names, weights = _family(config).names, []
+def _weights(arrays: Any, model: Decoder) -> list[Weight]:
+    """The adapters with their tensors' names, from arrays or shapes by path.
+
+    The parts of a joined projection share A, and B's outputs are joined as its own are.
+    """
+    family, shapes = _family(model.config), flat_weights(abstract_like(model, lora=None)[1])
+    shapes = {
+        path: shape
+        for path, shape in shapes.items()
+        if path[-1] == "kernel" and path in family.names
+    }
+    found = weights_at(shapes, family, model.config)
+    of_kernels, weights = {weight.path: weight for weight in found}, []
     for path, array in arrays.items():
-        kernel = names[*path[:-1], "kernel"]
-        assert isinstance(kernel, str)  # Experts have no adapters.
-        stem = "base_model.model." + kernel.removesuffix("weight")
-        name = stem + {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}[path[-1]]
-        layers = tuple(name.format(layer=i) for i in range(config.num_layers))
-        weights.append(Weight(path, layers, (config.num_layers,), tuple(array.shape[1:]), 1))
+        kernel, is_a = of_kernels[*path[:-1], "kernel"], path[-1] == LORA_A
+        names = tuple(_stem(name) + _ENDS[path[-1]] for name in kernel.names)
+        weight = kernel._replace(path=path, names=names, shape=tuple(array.shape[1:]), inputs=1)
+        weights.append(weight._replace(joined=None, outputs=None) if is_a else weight)
     return weights
 
 
+_ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+
+
+def _stem(kernel: str) -> str:
+    """The names of a projection's adapter, without their ends."""
+    return "base_model.model." + kernel.removesuffix("weight")
+
+
+def _module(kernel: str | Joined) -> str:
+    """peft's name of a projection."""
+    name = kernel.name if isinstance(kernel, Joined) else kernel
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def _targets(files: TensorFiles, config: DecoderConfig) -> tuple[str, ...]:
+    """The projections that an adapter has, in any layer."""
+    names, found = _family(config).names, set()
+    for stack, layers in layers_of_stacks(config).items():
+        for path, kernel in names.items():
+            if path[0] == stack and path[-1] == "kernel" and path[-2] in PROJECTIONS:
+                name = _stem(kernel.name if isinstance(kernel, Joined) else kernel)
+                names_of = (name.format(layer=i, expert=0) + _ENDS[LORA_A] for i in layers)
+                if any(each in files.names for each in names_of):
+                    found.add(path[-2])
+    return tuple(ours for ours in PROJECTIONS if ours in found)
+
+
 def _family(config: DecoderConfig) -> Family:
-    """The family of a decoder; any one if it was not loaded, as projections have the same names."""
-    if config.hf_config is None:
-        return next(iter(FAMILIES.values()))
-    return loaded_from(config.hf_config)[1]
+    """The family of a decoder.
+
+    If it was not loaded, any one, as projections have the same names, but for those of Gated
+    DeltaNet.
+    """
+    if config.hf_config is not None:
+        return loaded_from(config.hf_config)[1]
+    if config.has_linear_attention:
+        return config_json(config, jnp.float32, 1)[1]
+    return next(iter(FAMILIES.values()))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

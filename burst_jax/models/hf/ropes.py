@@ -6,18 +6,22 @@
 ``rope_parameters`` may have one such dictionary per type of layer. Before version 5, sliding
 layers may have their own base, ``"rope_local_base_freq"``, and ``rope_scaling`` is then that of
 full layers. A file may have both formats if they agree.
+
+Families whose models rotate part of a head have ``"partial_rotary_factor"``, in either place; those
+with models without RoPE have a ``"rope_theta"`` that may be null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from burst_jax.errors import check_integer, check_positive, first_of, shown
 from burst_jax.layers.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from burst_jax.models.hf.fields import ignoring
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FRACTION = "partial_rotary_factor"
 
 _OLD_LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _OLD_LENGTH)
@@ -32,7 +36,23 @@ _TYPES: dict[str, tuple[type[Rope], tuple[str, ...]]] = {
 }
 
 
-def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[str, Rope]:
+class RopeForms(NamedTuple):
+    """What a family's RoPE may be besides that of all head features.
+
+    Attributes:
+      partial: whether it may be of part of them.
+      absent: whether layers may have none, where the base is null.
+      ignored: options that do not change the angles of text.
+    """
+
+    partial: bool = False
+    absent: bool = False
+    ignored: Collection[str] = ()
+
+
+def read_ropes(
+    values: Mapping[str, Any], thetas: Mapping[str, float], forms: RopeForms
+) -> dict[str, Rope]:
     """The RoPE of full and of sliding layers of a ``config.json`` with the family's defaults.
 
     ``thetas`` has the base of each type of layer where ``config.json`` has none.
@@ -43,7 +63,8 @@ def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[s
         them has the other's form.
     """
     scaling, parameters = (_object(values, key) for key in ("rope_scaling", "rope_parameters"))
-    bases = {kind: _base(values, kind, thetas) for kind in (FULL, SLIDING)}
+    scaling, parameters = (without_keys(given, forms.ignored) for given in (scaling, parameters))
+    bases = {kind: _base(values, kind, thetas, forms) for kind in (FULL, SLIDING)}
     per_type = "rope_local_base_freq" in values
     if per_type and (FULL in scaling or SLIDING in scaling):
         raise ValueError(
@@ -59,7 +80,7 @@ def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[s
     nested = FULL in parameters or SLIDING in parameters
     new = {kind: _object(parameters, kind) if nested else parameters for kind in bases}
     readings = [
-        {kind: _rope(key, own[kind], values, base) for kind, base in bases.items()}
+        {kind: _rope(key, own[kind], values, base, forms) for kind, base in bases.items()}
         for key, own, given in (
             ("rope_scaling", old, scaling),
             ("rope_parameters", new, parameters),
@@ -78,26 +99,39 @@ def read_ropes(values: Mapping[str, Any], thetas: Mapping[str, float]) -> dict[s
 
 def without_options(values: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
     """``config.json`` without the options ``ignore`` of its RoPE."""
-
-    def filtered(given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {key: filtered(value) for key, value in given.items() if key not in ignore}
-
     keys = ("rope_scaling", "rope_parameters")
-    return {key: filtered(value) if key in keys else value for key, value in values.items()}
+    return {
+        key: without_keys(value, ignore) if key in keys else value for key, value in values.items()
+    }
 
 
-def _base(values: Mapping[str, Any], kind: str, thetas: Mapping[str, float]) -> float:
-    """The base of a type of layer without one in its dictionary."""
+def without_keys(given: Any, ignore: Collection[str]) -> Any:
+    """A JSON object, and those in it, without some keys."""
+    if not isinstance(given, Mapping):
+        return given
+    return {key: without_keys(value, ignore) for key, value in given.items() if key not in ignore}
+
+
+def _base(
+    values: Mapping[str, Any], kind: str, thetas: Mapping[str, float], forms: RopeForms
+) -> float | None:
+    """The base of a type of layer without one in its dictionary; None is no RoPE."""
     local = kind == SLIDING and "rope_local_base_freq" in values
     theta = values.get("rope_local_base_freq" if local else "rope_theta")
-    return thetas[kind] if theta is None else theta
+    return thetas[kind] if theta is None and not forms.absent else theta
 
 
-def _rope(source: str, given: Mapping[str, Any], values: Mapping[str, Any], theta: float) -> Rope:
+def _rope(
+    source: str,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    theta: float | None,
+    forms: RopeForms,
+) -> Rope:
     """One RoPE from its dictionary, the key ``source``, and for options it lacks from others."""
     source = f"config.json's {source}"
+    if forms.absent and given.get("rope_theta", theta) is None:
+        return Rope(fraction=0.0)
     options = {key: value for key, value in given.items() if value is not None}
     old_name = options.pop("type", "default")
     name = options.pop("rope_type", old_name)
@@ -129,12 +163,13 @@ def _rope(source: str, given: Mapping[str, Any], values: Mapping[str, Any], thet
             check_positive(f"{source}'s {key}", options[key])
     if name == "yarn" and "factor" not in options:
         options["factor"] = positions / options[_OLD_LENGTH]
-    whole = options.pop("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
-    if whole != 1:
+    fraction = options.pop(_FRACTION, values.get(_FRACTION) or 1.0)
+    if fraction != 1 and not forms.partial:
         raise NotImplementedError(
-            f"partial_rotary_factor is {shown(whole)}: only 1 is supported, RoPE of all head "
-            "features"
+            f"{_FRACTION} is {shown(fraction)}: only 1 is supported, RoPE of all head features"
         )
+    if not 0 < check_positive(f"{source}'s {_FRACTION}", fraction) <= 1:
+        raise ValueError(f"{source} has {_FRACTION} {shown(fraction)}: it must be at most 1")
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise NotImplementedError(
@@ -146,11 +181,12 @@ def _rope(source: str, given: Mapping[str, Any], values: Mapping[str, Any], thet
     if missing := sorted(needed - set(options)):
         raise ValueError(f"{source} with rope_type {name!r} lacks {', '.join(missing)}")
     if rope is DynamicRope:
-        return DynamicRope(theta, float(options["factor"]), int(positions))
-    return rope(theta=theta, **{_field(key): value for key, value in options.items()})
+        return DynamicRope(theta, float(options["factor"]), int(positions), fraction=fraction)
+    fields = {_field(key): value for key, value in options.items()}
+    return rope(theta=theta, fraction=fraction, **fields)
 
 
-def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
+def write_ropes(ropes: Mapping[str, Rope], forms: RopeForms, *, per_type: bool) -> dict[str, Any]:
     """The keys of ``config.json`` that :func:`read_ropes` reads as these RoPEs by type of layer.
 
     Both formats, for any version of transformers; only the new one where the old one cannot express
@@ -158,6 +194,9 @@ def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
     RoPE per type of layer.
     """
     new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
+    if forms.partial:
+        for kind, rope in ropes.items():
+            new[kind][_FRACTION] = rope.fraction
     if not per_type:
         # If they differ, reading this gives another config, and the family is not the decoder's.
         first = next(iter(new.values()))
@@ -172,6 +211,8 @@ def write_ropes(ropes: Mapping[str, Rope], *, per_type: bool) -> dict[str, Any]:
 
 
 def _rope_json(rope: Rope) -> dict[str, Any]:
+    if rope == Rope(fraction=0.0):
+        return {"rope_type": "default", "rope_theta": None}
     for name, (kind, known) in _TYPES.items():
         if type(rope) is kind:
             options = {key: getattr(rope, _field(key)) for key in known}
@@ -187,9 +228,9 @@ def _field(key: str) -> str:
 
 def _old_json(new: Mapping[str, Any]) -> dict[str, Any]:
     """The format before transformers 5."""
-    options = {key: value for key, value in new.items() if key != "rope_theta"}
-    scaling = {} if new["rope_type"] == "default" else {"rope_scaling": options}
-    return {"rope_theta": new["rope_theta"], **scaling}
+    outer = {key: new[key] for key in ("rope_theta", _FRACTION) if key in new}
+    options = {key: value for key, value in new.items() if key not in outer}
+    return outer | ({} if new["rope_type"] == "default" else {"rope_scaling": options})
 
 
 def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:

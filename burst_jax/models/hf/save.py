@@ -81,7 +81,7 @@ def save(
     if model.config.lora is not None:
         model = merge_lora(model, param_dtype=dtype)
     state = nnx.state(model)
-    weights = weights_of(state, family)
+    weights = weights_of(state, family, model.config)
     files = _assign_files(weights, dtype, max_file_bytes)
     texts = {"config.json": written}
     if len(files) > 1:
@@ -223,8 +223,9 @@ def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) 
     files: list[list[Part]] = [[]]
     size = 0
     for tensor in in_order(weights):
-        more = _bytes(tensor[1], dtype)
         same = bool(files[-1]) and files[-1][-1][0] == tensor[0]
+        # All parts of a tensor are in the file of the first one.
+        more = 0 if same else int(np.prod(tensor[1].tensor_shape)) * dtype.itemsize
         if files[-1] and size + more > max_file_bytes and not same:
             files.append([])
             size = 0
@@ -246,7 +247,7 @@ def in_order(weights: list[Weight]) -> Iterator[Part]:
         for name, index in zip(weight.names, np.ndindex(*weight.leading), strict=True)
     ]
     # Those without a layer come first. By name, so that the parts of a tensor follow each other.
-    yield from sorted(parts, key=lambda part: (part[2][:1], part[0]))
+    yield from sorted(parts, key=lambda part: ([part[1].layers[i] for i in part[2][:1]], part[0]))
 
 
 def _bytes(weight: Weight, dtype: jnp.dtype) -> int:

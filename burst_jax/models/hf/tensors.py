@@ -6,19 +6,49 @@ Here they are ``[inputs, outputs]`` with separate heads and features, and the la
     model.layers.0.self_attn.q_proj.weight  [N H, D]    layers.attention.query.kernel [L, D, N, H]
     model.layers.0.self_attn.o_proj.weight  [D, N H]    layers.attention.out.kernel   [L, N, H, D]
 
-A tensor has one layer of a weight, or one expert of one layer. Some families have tensors of all
-experts, as they are here, except that two weights may share one (:class:`Fused`).
+A tensor has one layer of a weight, or one expert of one layer. Some families have tensors with
+several weights, or with all experts of a layer (:class:`Joined`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from burst_jax.models.hf.family import Family, Fused
-from burst_jax.models.weights import flat_weights
+from burst_jax.models.config import DecoderConfig
+from burst_jax.models.hf.family import Family, Joined
+from burst_jax.models.weights import STACKS, flat_weights
+
+
+class Outputs(NamedTuple):
+    """Which outputs of a joined tensor are a weight's: some of those of each of its groups.
+
+    Attributes:
+      groups: number of groups.
+      period: number of outputs of a group.
+      start: the first of the weight's in it.
+      count: number of the weight's in it.
+    """
+
+    groups: int
+    period: int
+    start: int
+    count: int
+
+    def in_tensor(self, own: slice) -> slice:
+        """The tensor's outputs for a slice of the weight's: whole groups, or part of one."""
+        if self.groups == 1:
+            return slice(self.start + own.start, self.start + own.stop)
+        assert own.start % self.count == own.stop % self.count == 0
+        return slice(*(edge // self.count * self.period for edge in (own.start, own.stop)))
+
+    def of_groups(self, outputs: np.ndarray) -> np.ndarray:
+        """The weight's outputs, a view ``[..., groups, count]`` of whole groups ``[..., O]``."""
+        groups = outputs.reshape(*outputs.shape[:-1], -1, self.period)
+        return groups[..., self.start : self.start + self.count]
 
 
 class Weight(NamedTuple):
@@ -29,74 +59,170 @@ class Weight(NamedTuple):
       names: the tensors' names, one per index of the leading dimensions, in row-major order.
       leading: the sizes of the leading dimensions that have a tensor each: none, layers, or layers
         and experts.
+      layers: index in the decoder of each of the layers.
       shape: its shape without those dimensions.
       inputs: number of input dimensions of a matrix ``[inputs, outputs]``; None for weights that
         are stored as they are, flattened.
-      fused: the tensor of all experts that it is a part of, or None.
+      joined: the tensor that it is a part of, or None.
+      outputs: its outputs in that tensor, or None.
     """
 
     path: tuple[str, ...]
     names: tuple[str, ...]
     leading: tuple[int, ...]
+    layers: tuple[int, ...]
     shape: tuple[int, ...]
     inputs: int | None
-    fused: Fused | None = None
+    joined: Joined | None = None
+    outputs: Outputs | None = None
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
-        if self.fused is not None:
-            return *self.shape[:-1], self.shape[-1] * self.fused.parts
         if self.inputs is None:
             return self.shape if self.path == ("embedding",) else (math.prod(self.shape),)
-        inputs, outputs = self.shape[: self.inputs], self.shape[self.inputs :]
-        return math.prod(outputs), math.prod(inputs)
+        experts, inputs, outputs = self._sizes
+        if self.outputs is not None:
+            outputs = self.outputs.groups * self.outputs.period
+        return self._arranged(experts, inputs, outputs, 1)
 
     def tensor_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
         """The tensor's slice for the slice ``index`` of one layer's weight."""
-        if self.fused is not None:
-            parts, last = self.fused.parts, index[-1]
-            return *index[:-1], slice(last.start * parts, last.stop * parts)
         if self.path == ("embedding",):
             return index
         if self.inputs is None:
             return (_flat_slice(self.shape, index),)
-        inputs, outputs = slice(self.inputs), slice(self.inputs, None)
-        return tuple(_flat_slice(self.shape[part], index[part]) for part in (outputs, inputs))
+        experts, inputs, outputs = (
+            _flat_slice(self.shape[part], index[part]) for part in self._parts
+        )
+        if self.outputs is not None:
+            outputs = self.outputs.in_tensor(outputs)
+        return self._arranged(experts, inputs, outputs, slice(0, 1))
 
     def from_tensor(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """A slice of a tensor as a slice, with this shape, of one layer's weight."""
-        if self.fused is not None:
-            return part[..., self.fused.part :: self.fused.parts]
-        return (part if self.inputs is None else part.T).reshape(shape)
+        if self.inputs is None:
+            return part.reshape(shape)
+        matrix = self._matrices(part)
+        if self.outputs is not None and self.outputs.groups > 1:
+            matrix = self.outputs.of_groups(matrix)
+        return matrix.reshape(shape)
 
-    def to_tensor(self, weight: np.ndarray, fused: np.ndarray | None = None) -> np.ndarray:
-        """One layer's weight as a tensor; ``fused`` is that tensor with its other weights."""
-        if self.fused is not None:
-            tensor = np.empty(self.tensor_shape, weight.dtype) if fused is None else fused
-            tensor[..., self.fused.part :: self.fused.parts] = weight
-            return tensor
+    def to_tensor(self, weight: np.ndarray, joined: np.ndarray | None = None) -> np.ndarray:
+        """One layer's weight as a tensor; ``joined`` is that tensor with its other weights."""
         if self.inputs is None:
             return weight.reshape(self.tensor_shape)
-        return np.ascontiguousarray(weight.reshape(self.tensor_shape[::-1]).T)
+        if joined is None:
+            joined = np.empty(self.tensor_shape, weight.dtype)
+        matrix = self._matrices(joined)
+        if self.outputs is not None:
+            matrix = self.outputs.of_groups(matrix)
+        matrix[...] = weight.reshape(matrix.shape)
+        return joined
+
+    @property
+    def _parts(self) -> tuple[slice, slice, slice]:
+        """The dimensions of experts, inputs and outputs."""
+        assert self.inputs is not None
+        first = int(self.joined is not None and self.joined.experts)
+        last = first + self.inputs
+        return slice(first), slice(first, last), slice(last, None)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[part]) for part in self._parts)
+
+    @property
+    def _is_convolution(self) -> bool:
+        return self.path[-1].endswith("_conv")
+
+    def _arranged[T](self, experts: T, inputs: T, outputs: T, one: T) -> tuple[T, ...]:
+        """In the order of the tensor's dimensions; ``one`` is of a dimension of size 1."""
+        joined = self.joined
+        found = [inputs] if self.inputs else []
+        if joined is not None and joined.outputs_last:
+            found = [*found, outputs]
+        else:
+            # A depthwise convolution has one input channel per group.
+            found = [outputs, *([one] if self._is_convolution else []), *found]
+        return tuple([experts, *found] if joined is not None and joined.experts else found)
+
+    def _matrices(self, tensor: np.ndarray) -> np.ndarray:
+        """A view ``[experts, inputs, outputs]`` of a tensor or a slice of one."""
+        joined = self.joined
+        if joined is None or not joined.experts:
+            tensor = tensor[None]
+        if self._is_convolution:
+            tensor = tensor[:, :, 0]
+        if not self.inputs:
+            return tensor[:, None]
+        return tensor if joined is not None and joined.outputs_last else tensor.swapaxes(1, 2)
 
 
-def weights_of(shapes: Any, family: Family) -> list[Weight]:
+def weights_of(shapes: Any, family: Family, config: DecoderConfig) -> list[Weight]:
     """A decoder's weights, from its state or shapes, with their tensors' names."""
+    return weights_at(flat_weights(shapes), family, config)
+
+
+def weights_at(
+    arrays: Mapping[tuple[str, ...], Any], family: Family, config: DecoderConfig
+) -> list[Weight]:
+    """The same of some of the weights, by path; of a joined tensor all or none."""
+    layers = layers_of_stacks(config)
     weights = []
-    for path, leaf in flat_weights(shapes).items():
+    for path, leaf in arrays.items():
         given = family.names[path]
-        fused = given if isinstance(given, Fused) else None
-        name = given.name if isinstance(given, Fused) else given
-        count = 0 if path[0] != "layers" else 2 if "{expert}" in name else 1
+        joined = given if isinstance(given, Joined) else None
+        name = given.name if isinstance(given, Joined) else given
+        own = layers.get(path[0], ())
+        count = 0 if not own else 2 if "{expert}" in name else 1
         leading, shape = leaf.shape[:count], leaf.shape[count:]
-        keys = ("layer", "expert")[:count]
-        names = [
-            name.format(**dict(zip(keys, index, strict=True))) for index in np.ndindex(*leading)
-        ]
-        inputs = None if path[-1] != "kernel" else 2 if path[-2] == "out" else 1
-        weights.append(Weight(path, tuple(names), leading, shape, inputs, fused))
-    return weights
+        names = tuple(
+            name.format(layer=own[index[0]], expert=index[-1]) if index else name
+            for index in np.ndindex(*leading)
+        )
+        weight = Weight(path, names, leading, own, shape, _inputs(path), joined)
+        weights.append(weight)
+    by_path = {weight.path: weight for weight in weights}
+    return [
+        weight
+        if weight.joined is None
+        else weight._replace(outputs=_outputs(weight, family, config, by_path))
+        for weight in weights
+    ]
+
+
+def layers_of_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The indices in the decoder of the layers of each stack."""
+    mixers = [kind.mixer for kind in config.layer_kinds]
+    return {
+        STACKS[mixer]: tuple(layer for layer, each in enumerate(mixers) if each == mixer)
+        for mixer in config.mixers
+    }
+
+
+def _inputs(path: tuple[str, ...]) -> int | None:
+    """``Weight.inputs`` of a weight."""
+    if path[-1] == "kernel":
+        return 2 if path[-2] == "out" else 1
+    if path[-1] == "bias":
+        return 0
+    return 1 if path[-1].endswith("_conv") else None
+
+
+def _outputs(
+    weight: Weight, family: Family, config: DecoderConfig, weights: dict[tuple[str, ...], Weight]
+) -> Outputs:
+    """A weight's outputs in the tensor that it is a part of."""
+    joined = weight.joined
+    assert joined is not None
+    groups, start, period = joined.groups(config), 0, 0
+    for path, given in family.names.items():
+        if isinstance(given, Joined) and given.name == joined.name and path in weights:
+            if path == weight.path:
+                start = period
+            period += weights[path]._sizes[2] // groups
+    return Outputs(groups, period, start, weight._sizes[2] // groups)
 
 
 def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -107,6 +233,8 @@ def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, .
 
 def _flat_slice(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
     """A slice of flattened dimensions, of which only the first may be sharded."""
+    if not shape:
+        return slice(0, 1)
     first, *rest = index
     whole = math.prod(shape[1:])
     assert all(part == slice(0, size, 1) for part, size in zip(rest, shape[1:], strict=True))

@@ -17,11 +17,13 @@ from pallas_kernels.linear.families import (
     transposed,
     unmarked,
     unsupported,
+    unsupported_decay,
     with_identity,
     zeros_in_padding,
 )
-from pallas_kernels.linear.kernel_parts import Mode
+from pallas_kernels.linear.kernel_parts import Form, Mode
 from pallas_kernels.linear.sm80 import gradients as chunk_gradients
+from pallas_kernels.linear.sm80.ahead import forward_with_chunks, spare_ctas
 from pallas_kernels.linear.sm80.prepared import Chunks, chunks_of
 from pallas_kernels.linear.sm80.scan import ScanInputs, scan
 from pallas_kernels.linear.sm80.states import ReverseInputs, first_gradient, states
@@ -34,33 +36,50 @@ class Prepared(NamedTuple):
 
     Attributes:
       vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
-      chunks: P and X beta.
+      chunks: P and X beta; None where the forward scan computes them.
     """
 
     vectors: jax.Array
-    chunks: Chunks
+    chunks: Chunks | None
 
 
-def prepare(inputs: Inputs) -> Prepared:
-    """The vectors, scores and inverses of all chunks."""
+def form_of(inputs: Inputs) -> Form:
+    """AHEAD where as many SMs are without a scan as there are heads.
+
+    Their two warpgroups then have two chunks in the time that scans have for one.
+    """
+    chains = inputs.v.shape[0] * inputs.v.shape[2]
+    return Form.AHEAD if spare_ctas(chains) >= chains else Form.APART
+
+
+def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
+    """The vectors of all chunks, and in the form APART P and X beta; None is the faster form."""
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    return Prepared(vectors, chunks_of(inputs.q, inputs.k, vectors))
+    form = form_of(inputs) if form is None else form
+    chunks = None if form is Form.AHEAD else chunks_of(inputs.q, inputs.k, vectors)
+    return Prepared(vectors, chunks)
 
 
 def forward(
     inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array, Prepared]:
-    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and ``prepared``."""
-    (p, x), vectors = prepared.chunks, prepared.vectors
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and all chunks."""
+    vectors, chunks = prepared
+    p, x = (None, None) if chunks is None else chunks
     given = ScanInputs(inputs.q, inputs.k, inputs.v, p, x, vectors, transposed(start))
-    o, _, last = scan(given, scale, Mode.OUTPUT)
+    if chunks is None:
+        o, last, chunks = forward_with_chunks(given, scale)
+    else:
+        o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
-    return zeros_in_padding(inputs, o), transposed(last), prepared
+    return zeros_in_padding(inputs, o), transposed(last), Prepared(vectors, chunks)
 
 
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
-    given = _scan_inputs(inputs, prepared, with_identity(start))
+    vectors, chunks = prepared
+    chunks = chunks_of(inputs.q, inputs.k, vectors) if chunks is None else chunks
+    given = _scan_inputs(inputs, Prepared(vectors, chunks), with_identity(start))
     _, _, last = scan(given, 0.0, Mode.LAST)
     return affine_map(last)
 
@@ -105,6 +124,7 @@ def backward_inputs(
 
 def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array) -> ScanInputs:
     """Of a scan without outputs."""
+    assert prepared.chunks is not None
     x, vectors = prepared.chunks.x, prepared.vectors
     return ScanInputs(None, inputs.k, inputs.v, None, x, vectors, start)
 
@@ -112,6 +132,7 @@ def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array) -> ScanIn
 def _reverse_inputs(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
 ) -> ReverseInputs:
+    assert prepared.chunks is not None
     (p, x), vectors = prepared.chunks, prepared.vectors
     return ReverseInputs(inputs.q, inputs.k, do, p, x, vectors, transposed(last))
 
@@ -135,6 +156,6 @@ MOSAIC_SM80 = Implementation(
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
     multiple=CHUNK,
-    unsupported=unsupported,
+    unsupported=lambda inputs: unsupported(inputs) or unsupported_decay(inputs),
     unavailable=_unavailable,
 )

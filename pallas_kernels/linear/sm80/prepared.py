@@ -7,6 +7,7 @@ operand. P takes more memory traffic this way and less shared-memory traffic in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm80 import instructions
 
 # A copy of float32 is a multiple of 128 elements: the vectors but for INTO.
-_FIRST, _COPIED = OUT, (VECTORS - 1) * CHUNK
+FIRST, COPIED = OUT, (VECTORS - 1) * CHUNK
 
 
 class _Inputs(NamedTuple):
@@ -57,13 +58,33 @@ class Chunks(NamedTuple):
     x: Any
 
 
+class ChunkMemory(NamedTuple):
+    """Shared memory for a chunk.
+
+    Attributes:
+      q: ``[64, 128]``.
+      k: ``[64, 128]``.
+      a: float16 A.
+      x: float16 X.
+      p: P.
+      scaled: ``X beta``.
+    """
+
+    q: Any
+    k: Any
+    a: Any
+    x: Any
+    p: Any
+    scaled: Any
+
+
 class _Memory(NamedTuple):
-    """Shared memory.
+    """Shared memory of a launch of their own.
 
     Attributes:
       q: ``[64, 128]``; later P and ``X beta``.
       k: ``[64, 128]``.
-      vectors: of the chunk, from OUT on.
+      vectors: of the chunk, from :data:`FIRST` on.
       a: float16 A.
       x: float16 X.
     """
@@ -73,6 +94,34 @@ class _Memory(NamedTuple):
     vectors: Any
     a: Any
     x: Any
+
+
+def compute(memory: ChunkMemory, vectors: Any, start_next: Callable[[], None]) -> None:
+    """P and ``X beta`` of a chunk, from its q and k, in shared memory. Ends with a barrier.
+
+    Args:
+      memory: of the warpgroup.
+      vectors: of the chunk, from :data:`FIRST` on, in shared memory.
+      start_next: called when q and k have been read.
+    """
+    key_products, scores = zeros(), zeros()
+    for first in range(0, HEAD_DIM, CHUNK):
+        part = pl.ds(first, CHUNK)
+        right = loaded_right(transposed(memory.k.at[:, part]))
+        key_products = plgpu.mma(key_products, loaded_left(memory.k.at[:, part]), right)
+        scores = plgpu.mma(scores, loaded_left(memory.q.at[:, part]), right)
+    given = Vectors.shared(vectors, FIRST)
+    decay = given.decay()
+    a = below_diagonal(key_products * decay) * along_rows(given.rows(BETA))
+    memory.a[...] = a.astype(jnp.float16)
+    p = (scores * decay).astype(jnp.bfloat16)
+    fragments.warpgroup_barrier()  # A is complete, and q has been read.
+    start_next()
+    memory.p[...] = p
+    inverse.invert(memory.a, memory.x)
+    x = widened(loaded_left(memory.x)) * given.columns(BETA)
+    memory.scaled[...] = x.astype(jnp.bfloat16)
+    fragments.warpgroup_barrier()
 
 
 def chunks_of(q: jax.Array, k: jax.Array, vectors: jax.Array) -> Chunks:
@@ -91,34 +140,19 @@ def chunks_of(q: jax.Array, k: jax.Array, vectors: jax.Array) -> Chunks:
         tokens, key_head = tokens_of(n), lax.div(h, i32(groups))
         instructions.copy(given.k.at[b, tokens, key_head], memory.k)
         instructions.copy(given.q.at[b, tokens, key_head], memory.q)
-        instructions.copy(given.vectors.at[b, h, n, pl.ds(_FIRST, _COPIED)], memory.vectors)
+        instructions.copy(given.vectors.at[b, h, n, pl.ds(FIRST, COPIED)], memory.vectors)
         instructions.wait_for_copies()
-        key_products, scores = zeros(), zeros()
-        for first in range(0, HEAD_DIM, CHUNK):
-            part = pl.ds(first, CHUNK)
-            right = loaded_right(transposed(memory.k.at[:, part]))
-            key_products = plgpu.mma(key_products, loaded_left(memory.k.at[:, part]), right)
-            scores = plgpu.mma(scores, loaded_left(memory.q.at[:, part]), right)
-        vectors = Vectors.shared(memory.vectors, _FIRST)
-        decay = vectors.decay()
-        a = below_diagonal(key_products * decay) * along_rows(vectors.rows(BETA))
-        memory.a[...] = a.astype(jnp.float16)
-        p = (scores * decay).astype(jnp.bfloat16)
-        fragments.warpgroup_barrier()  # A is complete, and q has been read.
-        halves = [memory.q.at[:, pl.ds(first, CHUNK)] for first in (0, CHUNK)]
-        halves[0][...] = p
-        inverse.invert(memory.a, memory.x)
-        x = widened(loaded_left(memory.x)) * vectors.columns(BETA)
-        halves[1][...] = x.astype(jnp.bfloat16)
-        fragments.warpgroup_barrier()
-        for half, result in zip(halves, results, strict=True):
-            transfers.store_matrix(half, result.at[b, h, tokens])
+        p, scaled = (memory.q.at[:, pl.ds(first, CHUNK)] for first in (0, CHUNK))
+        own = ChunkMemory(memory.q, memory.k, memory.a, memory.x, p, scaled)
+        compute(own, memory.vectors, lambda: None)
+        transfers.store_matrix(p, results.p.at[b, h, tokens])
+        transfers.store_matrix(scaled, results.x.at[b, h, tokens])
 
     made: Any = jax.ShapeDtypeStruct((batch, heads, chunks * CHUNK, CHUNK), jnp.bfloat16)
     memory = _Memory(
         q=matrix(CHUNK, HEAD_DIM),
         k=matrix(CHUNK, HEAD_DIM),
-        vectors=numbers(_COPIED),
+        vectors=numbers(COPIED),
         a=matrix(CHUNK, CHUNK, dtype=jnp.float16),
         x=matrix(CHUNK, CHUNK, dtype=jnp.float16),
     )

@@ -126,6 +126,7 @@ def scan_cta(
     states: Any,
     last: Any,
     memory: ScanMemory,
+    wait: Callable[[Any], None] | None = None,
 ) -> None:
     """A CTA's scan.
 
@@ -138,10 +139,12 @@ def scan_cta(
       states: the states before all chunks, or None.
       last: the last state, transposed, or None.
       memory: shared memory.
+      wait: waits until a chunk's X and P have been written; None if they were before the launch.
+        The second warpgroup waits and copies both, as the chain has no time for it.
     """
 
     def chain():
-        state = _chain(mode, place, given, memory)
+        state = _chain(mode, place, given, memory, copies_x=wait is None)
         if last is not None:
             instructions.store(last.at[place.batch, place.head, place.columns], state)
 
@@ -155,25 +158,29 @@ def scan_cta(
     @pl.when(warpgroup == 1)
     def _():
         if mode is Mode.OUTPUT:
-            _write_outputs(scale, place, given, columns, memory)
+            _write_outputs(scale, place, given, columns, memory, wait)
         else:
             write_states(chunks, lambda step: step, place, columns, states, memory)
 
 
-def _chain(mode: Mode, place: Place, given: ScanInputs, memory: ScanMemory) -> jax.Array:
-    """The last state."""
+def _chain(
+    mode: Mode, place: Place, given: ScanInputs, memory: ScanMemory, copies_x: bool
+) -> jax.Array:
+    """The last state; ``copies_x``: or else the second warpgroup does."""
     b, h, key_head, part = place
     # Columns of the matrix M have no values.
     has_values = (part < PARTS).astype(jnp.float32)
 
     def start(n, stage):
         tokens = tokens_of(n)
-        for source, target in (
+        copied = [
             (given.k.at[b, tokens, key_head], memory.k),
             (given.v.at[b, tokens, h, place.values], memory.v),
-            (given.x.at[b, h, tokens], memory.x),
             (given.vectors.at[b, h, n, pl.ds(INTO, SCANNED)], memory.vectors),
-        ):
+        ]
+        if copies_x:
+            copied.insert(2, (given.x.at[b, h, tokens], memory.x))
+        for source, target in copied:
             instructions.copy(source, target.at[stage])
 
     def step(stage, state):
@@ -248,17 +255,35 @@ def for_each_result(
 
 
 def _write_outputs(
-    scale: float, place: Place, given: ScanInputs, target: Any, memory: ScanMemory
+    scale: float,
+    place: Place,
+    given: ScanInputs,
+    target: Any,
+    memory: ScanMemory,
+    wait: Callable[[Any], None] | None,
 ) -> None:
-    """The second warpgroup: ``O = scale (into (Q S) + P U)``."""
+    """The second warpgroup: ``O = scale (into (Q S) + P U)``.
+
+    Where it waits for X and P, it copies X for the chain: while the chain has chunk n, this has
+    chunk n - 1, copies q and P of n, and X of n + 1, whose P has then been written, too.
+    """
     b, h, key_head, _ = place
-    square = CHUNK, CHUNK
+    square, chunks = (CHUNK, CHUNK), given.vectors.shape[2]
     add_product = functools.partial(instructions.transposed_product, _OF_OUTPUTS, lanes=CHUNK)
 
     def start(n, stage):
         tokens = tokens_of(n)
         instructions.copy(given.q.at[b, tokens, key_head], memory.q.at[stage])
         instructions.copy(given.p.at[b, h, tokens], memory.p.at[stage])
+
+    def start_x(n, stage):
+        assert wait is not None
+        wait(n)
+        instructions.copy(given.x.at[b, h, tokens_of(n)], memory.x.at[stage])
+
+    def start_all(n, stage):
+        start(n, stage)
+        start_x(jnp.minimum(n + 1, chunks - 1), 1 - stage)
 
     def step(n, stage):
         into = given.vectors.at[b, h, n, pl.ds(INTO, CHUNK)]
@@ -268,9 +293,13 @@ def _write_outputs(
         o = add_product(o * into, memory.p.at[stage], u)
         _send(o * scale, u, target.at[b, tokens_of(n), h, place.values])
 
+    if wait is not None:
+        start_x(i32(0), i32(0))
     start(i32(0), i32(0))
     instructions.wait_for_copies_of_cta()
-    for_each_result(given.vectors.shape[2], step, start)
+    if wait is not None:
+        start_x(i32(min(1, chunks - 1)), i32(1))
+    for_each_result(chunks, step, start if wait is None else start_all)
 
 
 def write_states(

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import num_sms
 from pallas_kernels.linear.chunks import BETA, CHUNK, LOG, START, VECTORS
-from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
+from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place, Share
 from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_rows,
@@ -31,9 +31,9 @@ from pallas_kernels.linear.sm90.chunk_operands import (
 from pallas_kernels.linear.sm90.inverses import invert
 from pallas_kernels.linear.sm90.pipeline import CLUSTER, WARPGROUPS, cta_index
 from pallas_kernels.linear.sm90.scan import ScanInputs, ScanMemory, scan_cta
+from pallas_kernels.mosaic import flags
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
-from pallas_kernels.mosaic.sm90 import flags
 
 # Vectors of a chunk that X beta and P need: LOG to BETA.
 _USED = VECTORS * CHUNK - LOG
@@ -96,8 +96,8 @@ def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
         @pl.when(cluster < spare)
         def _():
             first = cta_index(cluster) * WARPGROUPS + lax.axis_index(WARPGROUP_AXIS)
-            count = spare * CLUSTER * WARPGROUPS
-            _compute_chunks(first, count, scale, given, results, memory, counters)
+            share = Share(first, spare * CLUSTER * WARPGROUPS, batch, heads, chunks)
+            _compute_chunks(share, groups, scale, given, results, memory, counters)
 
         @pl.when(cluster >= spare)
         def _():
@@ -106,7 +106,7 @@ def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
             place = Place.of(cta_index(lax.rem(chain, i32(clusters))), PARTS, groups, b)
 
             def wait(step):
-                flags.wait_for(counters, step, i32(batch * heads))
+                flags.wait_for(counters, step, i32(batch * heads), by_tma=True)
 
             inputs = given._replace(x=results.x, p=results.p)
             scan_cta(
@@ -142,35 +142,29 @@ def forward_with_inverses(given: ScanInputs, scale: float) -> ForwardResults:
 
 
 def _compute_chunks(
-    first: Any,
-    stride: int,
+    share: Share,
+    groups: int,
     scale: float,
     given: ScanInputs,
     results: ForwardResults,
     memory: _Memory,
     counters: Any,
 ) -> None:
-    """A warpgroup's share of X beta and P: every ``stride``-th of all chunks of all heads.
+    """A warpgroup's share of X beta and P.
 
     The next chunk is copied during the inversion; a chunk is counted during the next one, when its
     results have been copied.
     """
-    batch, heads, chunks, _ = given.vectors.shape
-    groups, own = heads // given.k.shape[2], lax.axis_index(WARPGROUP_AXIS)
+    own, steps = lax.axis_index(WARPGROUP_AXIS), share.steps
     q, k, p, scaled = (
         ref.at[own] for ref in (memory.scan.q, memory.scan.k, memory.scan.p, memory.scan.x)
     )
     a, x, arrived = memory.a.at[own], memory.x.at[own], memory.arrived.at[own]
-    steps = lax.div(chunks * batch * heads - first + (stride - 1), i32(stride))
-
-    def chunk_of(step):
-        return lax.div(first + step * stride, i32(batch * heads))
 
     def place_of(step):
         """Batch index, head, and tokens."""
-        head = lax.rem(first + step * stride, i32(batch * heads))
-        tokens = pl.ds(chunk_of(step) * CHUNK, CHUNK)
-        return lax.div(head, i32(heads)), lax.rem(head, i32(heads)), tokens
+        b, h, n = share.place(step)
+        return b, h, pl.ds(n * CHUNK, CHUNK)
 
     def vectors_of(step):
         return memory.vectors.at[own * 2 + lax.rem(step, i32(2))]
@@ -178,13 +172,13 @@ def _compute_chunks(
     def start(step):
         b, h, tokens = place_of(step)
         key_head = lax.div(h, i32(groups))
-        vectors = given.vectors.at[b, h, chunk_of(step), pl.ds(LOG, _USED)]
+        vectors = given.vectors.at[b, h, share.place(step)[2], pl.ds(LOG, _USED)]
         plgpu.copy_gmem_to_smem(given.k.at[b, tokens, key_head], k, arrived)
         plgpu.copy_gmem_to_smem(vectors, vectors_of(step), arrived)
         plgpu.copy_gmem_to_smem(given.q.at[b, tokens, key_head], q, arrived)
 
     def count(step):
-        flags.count(counters, chunk_of(step))
+        flags.count(counters, share.place(step)[2], by_tma=True)
 
     pl.when(steps > 0)(lambda: start(i32(0)))
 

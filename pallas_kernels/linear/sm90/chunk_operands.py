@@ -44,10 +44,10 @@ def along_rows(vectors: Any, first: int, columns: int = CHUNK) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (CHUNK, columns), (0,)), TILE)
 
 
-def along_columns(vectors: Any, first: int) -> jax.Array:
-    """Broadcasts the vector at ``first`` to ``[64, 64]``: one number of each column."""
-    x = plgpu.load(vectors.at[pl.ds(first, CHUNK)], layout=COLUMNS)
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, SQUARE, (1,)), TILE)
+def along_columns(vectors: Any, first: int, rows: int = CHUNK, columns: int = CHUNK) -> jax.Array:
+    """Broadcasts the vector at ``first`` to ``[rows, columns]``: one number of each column."""
+    x = plgpu.load(vectors.at[pl.ds(first, columns)], layout=COLUMNS)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, columns), (1,)), TILE)
 
 
 def index(axis: int) -> jax.Array:

@@ -5,10 +5,10 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.backend import needs_gpu
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
@@ -22,76 +22,88 @@ from pallas_kernels.linear.families import (
     with_identity,
     zeros_in_padding,
 )
-from pallas_kernels.linear.kernel_parts import Mode
+from pallas_kernels.linear.kernel_parts import Form, Mode
+from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
-from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
+from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel_operands
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
 
 
-class Form(enum.Enum):
-    """How the forward pass computes X and P.
+def form_of(inputs: Inputs) -> Form:
+    """AHEAD, the shortest scan, where a chunk's X and P have the time that the scan has for it.
 
-    APART: X in a launch of its own, P in the second warpgroup of each scan: fewest bytes.
-    AHEAD: both in the scan's launch on SMs that have no scan: the shortest scan.
+    A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must be
+    as many SMs for them as for scans. APART computes X in a launch of its own, P in the second
+    warpgroup of each scan: fewest bytes.
     """
-
-    APART = "apart"
-    AHEAD = "ahead"
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> Form:
-        """AHEAD where a chunk's X and P have the time that the scan has for it.
-
-        A scan's CTA has a chunk in 1.1 us, in which a warpgroup has a third of X and P: there must
-        be as many SMs for them as for scans.
-        """
-        chains = inputs.v.shape[0] * inputs.v.shape[2]
-        return cls.AHEAD if spare_clusters(chains) >= chains else cls.APART
+    chains = inputs.v.shape[0] * inputs.v.shape[2]
+    return Form.AHEAD if spare_clusters(chains) >= chains else Form.APART
 
 
 class Prepared(NamedTuple):
     """What all passes need of every chunk.
 
     Attributes:
-      vectors: float32 ``[B, N, chunks, VECTORS * 64]``.
-      x: X beta, bfloat16 ``[B, N, T, 64]``; None where the forward scan computes it.
+      vectors: float32 ``[B, N, chunks, VECTORS * 64]``; with a decay per key channel those of log
+        decays of 0.
+      x: X beta, bfloat16 ``[B, N, T, 64]``; None where the forward scan computes it, and with a
+        decay per key channel.
+      channels: what scans read with a decay per key channel; None with one per head.
     """
 
     vectors: jax.Array
     x: jax.Array | None
+    channels: ChannelOperands | None = None
 
 
 def prepare(inputs: Inputs, form: Form | None = None) -> Prepared:
-    """The vectors of all chunks, and in the form APART the inverses; None is the faster form."""
+    """The vectors of all chunks, and in the form APART the inverses; None is the faster form.
+
+    A decay per key channel has one form.
+    """
+    if inputs.log_decay.ndim > inputs.beta.ndim:
+        vectors = chunk_vectors(jnp.zeros_like(inputs.beta), inputs.beta, inputs.tokens)
+        log_decay = inputs.log_decay.astype(jnp.float32)
+        operands = channel_operands(inputs.q, inputs.k, log_decay, vectors)
+        return Prepared(vectors, None, operands)
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    form = Form.of(inputs) if form is None else form
+    form = form_of(inputs) if form is None else form
     return Prepared(vectors, None if form is Form.AHEAD else inverses.inverses(inputs.k, vectors))
 
 
 def forward(
     inputs: Inputs, prepared: Prepared, start: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array, Prepared]:
-    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and all inverses."""
-    vectors, x = prepared
-    given = ScanInputs(inputs.q, inputs.k, inputs.v, x, vectors, transposed(start))
-    if x is None:
+) -> tuple[jax.Array, jax.Array, Prepared | None]:
+    """The output, bfloat16 ``[B, T, N, 128]``, the state after the last token, and all inverses.
+
+    With a decay per key channel nothing is kept: the operands are four times the inputs.
+    """
+    vectors, x, channels = prepared
+    given = _scan_inputs(inputs, prepared, transposed(start), Mode.OUTPUT)
+    if channels is None and x is None:
         o, last, x, _ = forward_with_inverses(given, scale)
     else:
         o, _, last = scan(given, scale, Mode.OUTPUT)
     assert o is not None
-    return zeros_in_padding(inputs, o), transposed(last), Prepared(vectors, x)
+    kept = Prepared(vectors, x) if channels is None else None
+    return zeros_in_padding(inputs, o), transposed(last), kept
+
+
+def restore(inputs: Inputs, kept: Prepared | None) -> Prepared:
+    """What the forward pass kept, or computes again."""
+    return prepare(inputs) if kept is None else kept
 
 
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
-    vectors, x = prepared
+    vectors, x, channels = prepared
     first, _ = _reaching(vectors)
-    x = inverses.inverses(inputs.k, vectors, first) if x is None else x
-    start = with_identity(start)
-    given = ScanInputs(None, inputs.k, inputs.v, x, vectors, start, first=first)
+    if channels is None and x is None:
+        prepared = prepared._replace(x=inverses.inverses(inputs.k, vectors, first))
+    given = _scan_inputs(inputs, prepared, with_identity(start), Mode.LAST)._replace(first=first)
     _, _, last = scan(given, 0.0, Mode.LAST)
     return affine_map(last)
 
@@ -124,6 +136,9 @@ def backward(
       scale: of q k.
     """
     scans = states(*backward_inputs(inputs, prepared, start, do, last), scale)
+    if prepared.channels is not None:
+        inputs = inputs._replace(log_decay=inputs.log_decay.astype(jnp.float32))
+        return channel_gradients.gradients_of(inputs, prepared.vectors, do, scans, scale)
     kernel = chunk_gradients.gradients
     return gradients_of(kernel, inputs, prepared.vectors, do, scans, scale)
 
@@ -132,9 +147,21 @@ def backward_inputs(
     inputs: Inputs, prepared: Prepared, start: jax.Array, do: jax.Array, last: jax.Array
 ) -> tuple[ScanInputs, ReverseInputs]:
     """What the backward pass's two scans read; arguments as of :func:`backward`."""
-    start = transposed(start)
-    given = ScanInputs(None, inputs.k, inputs.v, prepared.x, prepared.vectors, start)
+    given = _scan_inputs(inputs, prepared, transposed(start), Mode.STATES)
     return given, _reverse_inputs(inputs, prepared, do, last)
+
+
+def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mode) -> ScanInputs:
+    vectors, x, channels = prepared
+    outputs = mode is Mode.OUTPUT
+    if channels is None:
+        q = inputs.q if outputs else None
+        return ScanInputs(q, inputs.k, inputs.v, x, vectors, start)
+    q, p = (channels.q_into, channels.p) if outputs else (None, None)
+    return ScanInputs(
+        q, channels.k_into, inputs.v, channels.x, None, start, p,
+        k_out=channels.k_out, through=channels.through,
+    )  # fmt: skip
 
 
 def _reaching(vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
@@ -147,7 +174,14 @@ def _reaching(vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
 def _reverse_inputs(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array
 ) -> ReverseInputs:
-    return ReverseInputs(inputs.q, inputs.k, do, prepared.x, prepared.vectors, transposed(last))
+    vectors, x, channels = prepared
+    last = transposed(last)
+    if channels is None:
+        return ReverseInputs(inputs.q, inputs.k, do, x, vectors, last)
+    return ReverseInputs(
+        channels.q_into, channels.k_into, do, channels.x, None, last,
+        p=channels.p, k_out=channels.k_out, through=channels.through,
+    )  # fmt: skip
 
 
 def _unavailable(platform: str, compute_capability: float | None) -> str | None:
@@ -161,7 +195,7 @@ MOSAIC_SM90 = Implementation(
     prepare=unmarked(prepare),
     forward=unmarked(forward),
     affine=unmarked(affine),
-    restore=lambda inputs, kept: kept,
+    restore=unmarked(restore),
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
     multiple=CHUNK,

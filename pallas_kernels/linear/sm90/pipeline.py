@@ -15,7 +15,7 @@ from pallas_kernels.linear.sm90.chunk_operands import accumulator, decay, transp
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import CLUSTER_AXIS
 
-# Chunks in shared memory, and buffers of each result.
+# Chunks in shared memory, and buffers of each result, where there is room for them.
 STAGES = 3
 SLOTS = 2
 # Steps of a scan whose number is computed.
@@ -31,7 +31,7 @@ class Result(NamedTuple):
     """A result of every chunk or of some, that leaves through shared memory.
 
     Attributes:
-      buffer: ``[SLOTS, ...]`` shared memory.
+      buffer: ``[slots, ...]`` shared memory.
       written: by slot: the chain has written it.
       free: by slot: it has been copied.
       target: from the index of a loop step to global memory.
@@ -47,10 +47,15 @@ class Result(NamedTuple):
     exists: Callable[[Any], Any] | None = None
     ordinal: Callable[[Any], Any] | None = None
 
+    @property
+    def slots(self) -> int:
+        """Number of buffers."""
+        return self.buffer.shape[0]
+
     def put(self, step: Any, x: Any, *, transpose: bool = False) -> None:
         """Hands ``x`` to the producer. The threads of the warpgroup do not wait for each other."""
         slot, ordinal = self._slot(step), self._ordinal(step)
-        pl.when(ordinal >= SLOTS)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        pl.when(ordinal >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         buffer = self.buffer.at[slot]
         if transpose:
             buffer = buffer.transpose((1, 0))
@@ -78,7 +83,7 @@ class Result(NamedTuple):
         return step if self.ordinal is None else self.ordinal(step)
 
     def _slot(self, step: Any) -> Any:
-        return lax.rem(self._ordinal(step), i32(SLOTS))
+        return lax.rem(self._ordinal(step), i32(self.slots))
 
     def _where_it_exists(self, step: Any) -> Callable[[Callable[[], None]], None]:
         return (lambda run: run()) if self.exists is None else pl.when(self.exists(step))
@@ -139,11 +144,11 @@ def copy_to_cluster(source: Any, target: Any, barrier: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
 
 
-def stages_barrier() -> Any:
+def stages_barrier(stages: int = STAGES) -> Any:
     """Description of the barriers at which stages become free, in all CTAs of the cluster."""
     if CLUSTER == 1:
-        return plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER_AXIS,), num_barriers=STAGES)
+        return plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+    return plgpu.ClusterBarrier(collective_axes=(CLUSTER_AXIS,), num_barriers=stages)
 
 
 def free_stage(barrier: Any) -> None:
@@ -160,10 +165,11 @@ def produce(
     free: Any,
     results: Sequence[Result] = (),
     scores: Scores | None = None,
+    stages: int = STAGES,
 ) -> None:
     """Copies the inputs of all steps, ahead of the chain, and the results that it hands over.
 
-    The copies of step i + STAGES - 1 start when step i - 1 has ended, which is before results of
+    The copies of step i + stages - 1 start when step i - 1 has ended, which is before results of
     step i exist: waiting for these delays no input. P of step i + 1 is computed during step i.
 
     Args:
@@ -171,9 +177,10 @@ def produce(
       start: ``start(step, stage)`` starts the copies of a step.
       free: by stage: the chains of the cluster have read it.
       results: in the order in which the chain writes them.
-      scores: P, where the chain needs it.
+      scores: P, where the chain needs it and it is no input.
+      stages: chunks in shared memory.
     """
-    for step in range(STAGES - 1):
+    for step in range(stages - 1):
         if not isinstance(chunks, int) or step < chunks:
             start(i32(step), i32(step))
     if scores is not None:
@@ -181,8 +188,8 @@ def produce(
 
     @pl.loop(0, chunks)
     def _(step):
-        ahead = step + (STAGES - 1)
-        stage = lax.rem(ahead, i32(STAGES))
+        ahead = step + (stages - 1)
+        stage = lax.rem(ahead, i32(stages))
 
         # The stage of step - 1.
         @pl.when((step >= 1) & (step + 1 < chunks))
@@ -203,7 +210,7 @@ def produce(
     # The other CTA arrives at barriers in this one's memory, which is gone once it has exited.
     for step in (chunks - 2, chunks - 1):
         if not isinstance(step, int) or step >= 0:
-            plgpu.barrier_wait(free.at[lax.rem(i32(step), i32(STAGES))])
+            plgpu.barrier_wait(free.at[lax.rem(i32(step), i32(stages))])
     if results:
         plgpu.wait_smem_to_gmem(0)
 

@@ -69,6 +69,9 @@ class ScanInputs(NamedTuple):
       p: P, bfloat16 ``[B, N, T, 64]``; None where the scan computes it, or does not need it.
       first: the chunk with which a head's scan for the last state begins, int32 ``[B, N]``; None
         is 0.
+      k_out: with a decay per key channel, where q and k are ``into Q`` and ``into K``, ``out K``,
+        all of every value head; P is given, without the scale, and the vectors are None.
+      through: with a decay per key channel, float32 ``[B, N, chunks, 128]``.
     """
 
     q: Any
@@ -79,27 +82,37 @@ class ScanInputs(NamedTuple):
     start: Any
     p: Any = None
     first: Any = None
+    k_out: Any = None
+    through: Any = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Batch, value heads, chunks, and value heads per head of k."""
+        batch, length, heads, _ = self.v.shape
+        return batch, heads, length // CHUNK, heads // self.k.shape[2]
 
 
 class ScanMemory(NamedTuple):
     """Shared memory and barriers; None where a mode does not need it.
 
     Attributes:
-      q: ``[STAGES, 64, 128]``.
+      q: ``[stages, 64, 128]``.
       k: the same.
-      v: ``[STAGES, 64, 64]``.
+      v: ``[stages, 64, 64]``.
       x: the same.
-      vectors: ``[STAGES, 256]``.
+      vectors: ``[stages, 256]``; None with a decay per key channel.
       arrived: by stage.
       free: by stage.
-      p: ``[STAGES, 64, 64]``.
+      p: ``[stages, 64, 64]``.
       p_written: by stage, where the scan computes P.
-      columns: ``[SLOTS, 64 tokens, 64 columns]``: o or U.
+      columns: ``[slots, 64 tokens, 64 columns]``: o or U.
       columns_written: by slot.
       columns_free: by slot.
-      states: ``[SLOTS, 64 columns, 128]``.
+      states: ``[slots, 64 columns, 128]``.
       states_written: by slot.
       states_free: by slot.
+      k_out: ``[stages, 64, 128]``, with a decay per key channel.
+      through: ``[stages, 128]``, the same.
     """
 
     q: Any
@@ -117,29 +130,57 @@ class ScanMemory(NamedTuple):
     states: Any = None
     states_written: Any = None
     states_free: Any = None
+    k_out: Any = None
+    through: Any = None
 
     @classmethod
-    def of(cls, mode: Mode, *, scores: bool = True) -> ScanMemory:
-        """Descriptions; ``scores`` is whether P is computed for outputs, and not copied."""
+    def of(cls, mode: Mode, *, scores: bool = True, channels: bool = False) -> ScanMemory:
+        """Descriptions.
+
+        Args:
+          mode: what is computed.
+          scores: whether P is computed for outputs, and not copied.
+          channels: whether there is a decay per key channel.
+        """
         outputs, slots = mode is Mode.OUTPUT, {}
         if outputs:
             slots |= scores_of() if scores else {"p": matrix(STAGES, CHUNK, CHUNK)}
         if mode is not Mode.LAST:
-            slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
+            # Three chunks and one buffer fit with a decay per key channel: the copy of an output
+            # has the time of a step.
+            slots |= slots_of("columns", CHUNK, 1 if channels and outputs else SLOTS)
         if mode is Mode.STATES:
-            slots |= slots_of("states", matrix(SLOTS, CHUNK, HEAD_DIM))
+            slots |= slots_of("states", HEAD_DIM)
+        if channels:
+            slots |= channels_of(STAGES)
         return cls(
             q=matrix(STAGES, CHUNK, HEAD_DIM) if outputs else None,
             k=matrix(STAGES, CHUNK, HEAD_DIM),
             v=matrix(STAGES, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
-            vectors=numbers(STAGES, SCANNED),
+            vectors=None if channels else numbers(STAGES, SCANNED),
             arrived=plgpu.Barrier(
-                num_arrivals=4 + outputs + (outputs and not scores), num_barriers=STAGES
+                num_arrivals=4 + channels + outputs + (outputs and not scores), num_barriers=STAGES
             ),
             free=stages_barrier(),
             **slots,
         )
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory."""
+        return self.k.shape[0]
+
+    def scaled_state(self, stage: Any, state: jax.Array) -> jax.Array:
+        """``through S``, transposed."""
+        if self.through is None:
+            return state * self.vectors[stage, INTO + CHUNK - 1]
+        return state * along_columns(self.through.at[stage], 0, CHUNK, HEAD_DIM)
+
+
+def saved_of(chunks: int, channels: bool) -> int:
+    """Number of states that are saved, and of their gradients."""
+    return chunks if channels else pairs_of(chunks)
 
 
 def pairs_of(chunks: int) -> int:
@@ -150,10 +191,16 @@ def pairs_of(chunks: int) -> int:
     return -(-chunks // 2)
 
 
-def slots_of(name: str, buffer: Any) -> dict[str, Any]:
-    """The buffer of a result, and its barriers, by the names of a memory's fields."""
-    barrier = plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS)
+def slots_of(name: str, columns: int, slots: int = SLOTS) -> dict[str, Any]:
+    """The buffers of a result, and their barriers, by the names of a memory's fields."""
+    barrier = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
+    buffer = matrix(slots, CHUNK, columns)
     return {name: buffer, f"{name}_written": barrier, f"{name}_free": barrier}
+
+
+def channels_of(stages: int) -> dict[str, Any]:
+    """The same of what a decay per key channel needs."""
+    return {"k_out": matrix(stages, CHUNK, HEAD_DIM), "through": numbers(stages, HEAD_DIM)}
 
 
 def scores_of() -> dict[str, Any]:
@@ -187,8 +234,9 @@ def scan_cta(
       wait: ``wait(step)`` waits until X and P of a step are in global memory; None if all are.
     """
     b, h, key_head, _ = place
+    _, _, all_chunks, _ = given.sizes
     first = 0 if given.first is None else given.first[b, h]
-    chunks = given.vectors.shape[2] - first
+    chunks, channels = all_chunks - first, given.through is not None
 
     def tokens(step):
         return pl.ds((first + step) * CHUNK, CHUNK)
@@ -196,9 +244,14 @@ def scan_cta(
     def start(step, stage):
         at = tokens(step)
         arrived = memory.arrived.at[stage]
-        vectors = given.vectors.at[b, h, first + step, pl.ds(INTO, SCANNED)]
         copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
-        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
+        if channels:
+            copy_to_cluster(given.k_out.at[b, at, key_head], memory.k_out.at[stage], arrived)
+            through = given.through.at[b, h, first + step]
+            plgpu.copy_gmem_to_smem(through, memory.through.at[stage], arrived)
+        else:
+            vectors = given.vectors.at[b, h, first + step, pl.ds(INTO, SCANNED)]
+            plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         if mode is Mode.OUTPUT:
             copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
         values = given.v.at[b, at, h, place.values]
@@ -220,9 +273,9 @@ def scan_cta(
                 memory.states,
                 memory.states_written,
                 memory.states_free,
-                lambda step: states.at[b, h, place.saved(lax.div(step, i32(2)))],
-                exists=lambda step: lax.rem(step, i32(2)) == 0,
-                ordinal=lambda step: lax.div(step, i32(2)),
+                lambda step: states.at[b, h, place.saved(step if channels else pair_of(step))],
+                exists=None if channels else lambda step: lax.rem(step, i32(2)) == 0,
+                ordinal=None if channels else pair_of,
             )
         )
     if mode is not Mode.LAST:
@@ -238,8 +291,8 @@ def scan_cta(
     def chain():
         state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(mode, scale, place, memory, results, scores)
-        if mode is Mode.STATES:
-            state = for_each_pair(given.vectors.shape[2], step, state)
+        if mode is Mode.STATES and not channels:
+            state = for_each_pair(all_chunks, step, state)
         else:
             state = lax.fori_loop(i32(0), i32(chunks), step, state)
         if last is not None:
@@ -247,7 +300,19 @@ def scan_cta(
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
-    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results, scores))
+    pl.when(warpgroup == 1)(
+        lambda: produce(chunks, start, memory.free, results, scores, memory.stages)
+    )
+
+
+def times(x: jax.Array, factors: Any) -> jax.Array:
+    """x times factors; None is 1."""
+    return x if factors is None else x * factors
+
+
+def pair_of(chunk: Any) -> Any:
+    """Index of a chunk's pair."""
+    return lax.div(chunk, i32(2))
 
 
 def _step(
@@ -259,13 +324,18 @@ def _step(
     scores: Scores | None,
 ) -> Callable[[Any, jax.Array, bool], jax.Array]:
     """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
-    outputs = mode is Mode.OUTPUT
+    outputs, channels = mode is Mode.OUTPUT, memory.through is not None
     has_values = (place.part < PARTS).astype(jnp.float32)
 
-    def step(index, state, is_first_of_pair=False):
-        stage = lax.rem(index, i32(STAGES))
+    def step(index, state, is_first_of_pair=channels):
+        stage = lax.rem(index, i32(memory.stages))
         k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
-        vectors = memory.vectors.at[stage]
+        k_out = memory.k_out.at[stage] if channels else k
+
+        def along(first):
+            # With a decay per key channel it is in the operands.
+            return None if channels else along_columns(memory.vectors.at[stage], first)
+
         plgpu.barrier_wait(memory.arrived.at[stage])
         rounded = state.astype(jnp.bfloat16)
 
@@ -277,20 +347,23 @@ def _step(
             values = plgpu.load(transposed(v), layout=TILE).astype(jnp.float32)
             if mode is Mode.LAST:
                 values = values * has_values
-            into = along_columns(vectors, INTO)
+            into = along(INTO)
             if mode is Mode.STATES and is_first_of_pair:
                 results[0].put(index, rounded)
-            values, into = lax.optimization_barrier((values, into))
+            if channels:
+                values = lax.optimization_barrier(values)
+            else:
+                values, into = lax.optimization_barrier((values, into))
             read = plgpu.wgmma_accumulator_load(read_acc, wait_n=1 if outputs else 0)
-            r = (values - into * read).astype(jnp.bfloat16)
+            r = (values - times(read, into)).astype(jnp.bfloat16)
             plgpu.wgmma(u_acc, r, transposed(x))
-            state_acc[...] = state * memory.vectors[stage, INTO + CHUNK - 1]
-            out = along_columns(vectors, OUT)
-            if outputs:
+            state_acc[...] = memory.scaled_state(stage, state)
+            out = along(OUT)
+            if outputs and not channels:
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=1)
                 o_acc[...] = o * (into * scale)
             u = plgpu.wgmma_accumulator_load(u_acc)
-            plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k)
+            plgpu.wgmma(state_acc, times(u, out).astype(jnp.bfloat16), k_out)
             u = u.astype(jnp.bfloat16)
             if outputs:
                 p = memory.p.at[stage] if scores is None else scores.wait(stage)
@@ -302,7 +375,7 @@ def _step(
             if not outputs:
                 free_stage(memory.free.at[stage])
                 return new
-            o = plgpu.wgmma_accumulator_load(o_acc)
+            o = times(plgpu.wgmma_accumulator_load(o_acc), scale if channels else None)
             free_stage(memory.free.at[stage])
             results[0].put(index, o.astype(jnp.bfloat16), transpose=True)
             return new
@@ -334,12 +407,12 @@ def scan(
         chunks; LAST for the last state alone.
 
     Returns:
-      o or U ``[B, T, N, 128]``, states ``[B, N, pairs * 128 columns, 128]``, and the last state.
+      o or U ``[B, T, N, 128]``, states ``[B, N, saved * 128 columns, 128]``, and the last state.
     """
-    batch, heads, chunks, _ = given.vectors.shape
-    groups, parts = heads // given.k.shape[2], given.start.shape[2] // CHUNK
+    batch, heads, chunks, groups = given.sizes
+    parts, channels = given.start.shape[2] // CHUNK, given.through is not None
     columns = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
-    saved = batch, heads, pairs_of(chunks) * HEAD_DIM, HEAD_DIM
+    saved = batch, heads, saved_of(chunks, channels) * HEAD_DIM, HEAD_DIM
     states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
 
     def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
@@ -359,6 +432,6 @@ def scan(
             states=states if mode is Mode.STATES else None,
             last=jax.ShapeDtypeStruct(given.start.shape, jnp.float32),
         ),
-        memory=ScanMemory.of(mode),
+        memory=ScanMemory.of(mode, scores=not channels, channels=channels),
     )
     return tuple(results)

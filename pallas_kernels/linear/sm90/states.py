@@ -28,7 +28,6 @@ from pallas_kernels.linear.sm90.chunk_operands import (
 )
 from pallas_kernels.linear.sm90.pipeline import (
     CLUSTER,
-    SLOTS,
     STAGES,
     WARPGROUPS,
     Result,
@@ -44,10 +43,14 @@ from pallas_kernels.linear.sm90.scan import (
     SCANNED,
     ScanInputs,
     ScanMemory,
+    channels_of,
+    pair_of,
     pairs_of,
+    saved_of,
     scan_cta,
     scores_of,
     slots_of,
+    times,
 )
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
@@ -66,6 +69,10 @@ class ReverseInputs(NamedTuple):
       last: gradient of the last state, transposed, float32 ``[B, N, 128, 128]``.
       end: the chunk with which a head's scan for the first state alone begins, int32 ``[B, N]``;
         None is the last one.
+      p: P, k_out and through: as of :class:`pallas_kernels.linear.sm90.scan.ScanInputs`, with a
+        decay per key channel.
+      k_out: see p.
+      through: see p.
     """
 
     q: Any
@@ -75,27 +82,38 @@ class ReverseInputs(NamedTuple):
     vectors: Any
     last: Any
     end: Any = None
+    p: Any = None
+    k_out: Any = None
+    through: Any = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Batch, value heads, chunks, and value heads per head of k."""
+        batch, length, heads, _ = self.do.shape
+        return batch, heads, length // CHUNK, heads // self.k.shape[2]
 
 
 class ReverseMemory(NamedTuple):
     """Shared memory and barriers; the slots are None where only the first state's is computed.
 
     Attributes:
-      q: ``[STAGES, 64, 128]``.
+      q: ``[stages, 64, 128]``.
       k: the same.
-      do: ``[STAGES, 64, 64]``.
+      do: ``[stages, 64, 64]``.
       x: the same.
-      vectors: ``[STAGES, 256]``.
+      vectors: ``[stages, 256]``; None with a decay per key channel.
       arrived: by stage.
       free: by stage.
-      p: ``[STAGES, 64, 64]``.
-      p_written: by stage.
-      columns: ``[SLOTS, 64 tokens, 64 columns]``: dV.
+      p: ``[stages, 64, 64]``.
+      p_written: by stage, where the scan computes P.
+      columns: ``[slots, 64 tokens, 64 columns]``: dV.
       columns_written: by slot.
       columns_free: by slot.
-      states: ``[SLOTS, 64 columns, 128]``: dS.
+      states: ``[slots, 64 columns, 128]``: dS.
       states_written: by slot.
       states_free: by slot.
+      k_out: ``[stages, 64, 128]``, with a decay per key channel.
+      through: ``[stages, 128]``, the same.
     """
 
     q: Any
@@ -106,30 +124,37 @@ class ReverseMemory(NamedTuple):
     arrived: Any
     free: Any
     p: Any
-    p_written: Any
+    p_written: Any = None
     columns: Any = None
     columns_written: Any = None
     columns_free: Any = None
     states: Any = None
     states_written: Any = None
     states_free: Any = None
+    k_out: Any = None
+    through: Any = None
 
     @classmethod
-    def of(cls, stores: bool) -> ReverseMemory:
-        """Descriptions."""
-        slots = {}
+    def of(cls, stores: bool, channels: bool) -> ReverseMemory:
+        """Descriptions.
+
+        Args:
+          stores: whether dV and dS are written.
+          channels: whether there is a decay per key channel: then there is room for two chunks.
+        """
+        stages = stages_of(channels)
+        slots = channels_of(stages) if channels else {}
+        slots |= {"p": matrix(stages, CHUNK, CHUNK)} if channels else scores_of()
         if stores:
-            slots |= slots_of("columns", matrix(SLOTS, CHUNK, CHUNK))
-            slots |= slots_of("states", matrix(SLOTS, CHUNK, HEAD_DIM))
+            slots |= slots_of("columns", CHUNK) | slots_of("states", HEAD_DIM)
         return cls(
-            q=matrix(STAGES, CHUNK, HEAD_DIM),
-            k=matrix(STAGES, CHUNK, HEAD_DIM),
-            do=matrix(STAGES, CHUNK, CHUNK),
-            x=matrix(STAGES, CHUNK, CHUNK),
-            vectors=numbers(STAGES, SCANNED),
-            arrived=plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
-            free=stages_barrier(),
-            **scores_of(),
+            q=matrix(stages, CHUNK, HEAD_DIM),
+            k=matrix(stages, CHUNK, HEAD_DIM),
+            do=matrix(stages, CHUNK, CHUNK),
+            x=matrix(stages, CHUNK, CHUNK),
+            vectors=None if channels else numbers(stages, SCANNED),
+            arrived=plgpu.Barrier(num_arrivals=7 if channels else 5, num_barriers=stages),
+            free=stages_barrier(stages),
             **slots,
         )
 
@@ -138,6 +163,15 @@ class ReverseMemory(NamedTuple):
         return ScanMemory(
             None, self.k, self.do, self.x, self.vectors, arrived, self.free, None, None, *self[9:]
         )
+
+    def scaled_state(self, stage: Any, state: jax.Array) -> jax.Array:
+        """``through dS``, transposed."""
+        return self.for_scan(None).scaled_state(stage, state)
+
+
+def stages_of(channels: bool) -> int:
+    """Chunks in shared memory."""
+    return STAGES - 1 if channels else STAGES
 
 
 def reverse_cta(
@@ -161,8 +195,9 @@ def reverse_cta(
       memory: shared memory.
     """
     b, h, key_head, _ = place
-    end = given.vectors.shape[2] - 1 if given.end is None else given.end[b, h]
-    chunks = end + 1
+    _, _, all_chunks, _ = given.sizes
+    end = all_chunks - 1 if given.end is None else given.end[b, h]
+    chunks, channels = end + 1, given.through is not None
 
     def chunk(step):
         return end - step
@@ -170,20 +205,31 @@ def reverse_cta(
     def tokens(step):
         return pl.ds(chunk(step) * CHUNK, CHUNK)
 
+    def saved_as(step):
+        return chunk(step) if channels else pair_of(chunk(step))
+
     def start(step, stage):
         at = tokens(step)
         arrived = memory.arrived.at[stage]
-        vectors = given.vectors.at[b, h, chunk(step), pl.ds(INTO, SCANNED)]
         copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
         copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
-        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
+        if channels:
+            copy_to_cluster(given.k_out.at[b, at, key_head], memory.k_out.at[stage], arrived)
+            copy_to_cluster(given.p.at[b, h, at], memory.p.at[stage], arrived)
+            through = given.through.at[b, h, chunk(step)]
+            plgpu.copy_gmem_to_smem(through, memory.through.at[stage], arrived)
+        else:
+            vectors = given.vectors.at[b, h, chunk(step), pl.ds(INTO, SCANNED)]
+            plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         do = given.do.at[b, at, h, place.values]
         plgpu.copy_gmem_to_smem(do, memory.do.at[stage], arrived)
         copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
 
-    scores = Scores(
-        memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
-    )
+    scores = None
+    if not channels:
+        scores = Scores(
+            memory.q, memory.k, memory.vectors, memory.arrived, memory.p, memory.p_written, scale
+        )
     results = []
     if dv is not None:
         results = [
@@ -191,10 +237,12 @@ def reverse_cta(
                 memory.states,
                 memory.states_written,
                 memory.states_free,
-                lambda step: states.at[b, h, place.saved(lax.div(chunk(step), i32(2)))],
+                lambda step: states.at[b, h, place.saved(saved_as(step))],
                 # Of the last chunk of each pair; the last pair may have one.
-                exists=lambda step: (step == 0) | (lax.rem(chunk(step), i32(2)) == 1),
-                ordinal=lambda step: pairs_of(chunks) - 1 - lax.div(chunk(step), i32(2)),
+                exists=None
+                if channels
+                else lambda step: (step == 0) | (lax.rem(chunk(step), i32(2)) == 1),
+                ordinal=None if channels else lambda step: pairs_of(chunks) - 1 - saved_as(step),
             ),
             Result(
                 memory.columns,
@@ -207,7 +255,7 @@ def reverse_cta(
     def chain():
         state = plgpu.load(given.last.at[b, h, place.columns], layout=TILE, optimized=False)
         step = _step(scale, memory, results, scores)
-        if results:
+        if results and not channels:
             state = for_each_pair(chunks, step, state, reverse=True)
         else:
             state = lax.fori_loop(i32(0), i32(chunks), step, state)
@@ -215,18 +263,27 @@ def reverse_cta(
 
     warpgroup = lax.axis_index(WARPGROUP_AXIS)
     pl.when(warpgroup == 0)(chain)
-    pl.when(warpgroup == 1)(lambda: produce(chunks, start, memory.free, results, scores))
+    pl.when(warpgroup == 1)(
+        lambda: produce(chunks, start, memory.free, results, scores, memory.k.shape[0])
+    )
 
 
 def _step(
-    scale: float, memory: ReverseMemory, results: list[Result], scores: Scores
+    scale: float, memory: ReverseMemory, results: list[Result], scores: Scores | None
 ) -> Callable[[Any, jax.Array, bool], jax.Array]:
     """``step(index, state, is_first_of_pair)``: the chain's work on a chunk."""
 
-    def step(index, state, is_first_of_pair=False):
-        stage = lax.rem(index, i32(STAGES))
+    channels = memory.through is not None
+
+    def step(index, state, is_first_of_pair=channels):
+        stage = lax.rem(index, i32(memory.k.shape[0]))
         q, k, do, x = (ref.at[stage] for ref in memory[:4])
-        vectors = memory.vectors.at[stage]
+        k_out = memory.k_out.at[stage] if channels else k
+
+        def along(first):
+            # With a decay per key channel it is in the operands.
+            return None if channels else along_columns(memory.vectors.at[stage], first)
+
         plgpu.barrier_wait(memory.arrived.at[stage])
         # Nothing is running. ptxas does not see it across the loop's end: it would wait for the
         # first products of this step before each use of the state, the last step's accumulator.
@@ -235,24 +292,31 @@ def _step(
         def products(p_acc, write_acc, dv_acc, state_acc):
             do_columns = plgpu.load(transposed(do), layout=TILE)
             rounded = state.astype(jnp.bfloat16)
-            plgpu.wgmma(write_acc, rounded, transposed(k))
-            plgpu.wgmma(p_acc, do_columns, scores.wait(stage))
+            plgpu.wgmma(write_acc, rounded, transposed(k_out))
+            plgpu.wgmma(
+                p_acc, do_columns, memory.p.at[stage] if scores is None else scores.wait(stage)
+            )
             # Computed while the products run.
             if results and is_first_of_pair:
                 results[0].put(index, rounded)
-            into, out = along_columns(vectors, INTO), along_columns(vectors, OUT)
-            scaled = (do_columns.astype(jnp.float32) * (into * scale)).astype(jnp.bfloat16)
-            state_acc[...] = state * memory.vectors[stage, INTO + CHUNK - 1]
-            scaled, out = lax.optimization_barrier((scaled, out))
+            into, out = along(INTO), along(OUT)
+            scaled = do_columns.astype(jnp.float32) * (scale if channels else into * scale)
+            scaled = scaled.astype(jnp.bfloat16)
+            state_acc[...] = memory.scaled_state(stage, state)
+            if channels:
+                scaled = lax.optimization_barrier(scaled)
+            else:
+                scaled, out = lax.optimization_barrier((scaled, out))
             plgpu.wgmma(state_acc, scaled, q)
             # Of the products only that with Q still runs, while dU is rounded.
-            write = plgpu.wgmma_accumulator_load(write_acc, wait_n=1)
-            du = write * out + plgpu.wgmma_accumulator_load(p_acc, wait_n=None)
+            write = times(plgpu.wgmma_accumulator_load(write_acc, wait_n=1), out)
+            p = plgpu.wgmma_accumulator_load(p_acc, wait_n=None)
+            du = write + times(p, scale if channels else None)
             plgpu.wgmma(dv_acc, du.astype(jnp.bfloat16), x)
-            into = along_columns(vectors, INTO)  # Kept, it would take 16 registers more.
-            into = lax.optimization_barrier(into)
+            if not channels:  # Kept, it would take 16 registers more.
+                into = lax.optimization_barrier(along(INTO))
             dv = plgpu.wgmma_accumulator_load(dv_acc)
-            plgpu.wgmma(state_acc, (-dv * into).astype(jnp.bfloat16), k)
+            plgpu.wgmma(state_acc, times(-dv, into).astype(jnp.bfloat16), k)
             if results:
                 results[1].put(index, dv.astype(jnp.bfloat16), transpose=True)
             proxy_fence()
@@ -295,10 +359,10 @@ def states(
 
     Returns:
       U, the states before all pairs of chunks, dV, the gradients of the states after all pairs,
-      and that of the first state.
+      and that of the first state; with a decay per key channel the states of all chunks.
     """
-    batch, heads, chunks, _ = given.vectors.shape
-    groups, clusters = heads // given.k.shape[2], heads * PARTS // CLUSTER
+    batch, heads, chunks, groups = given.sizes
+    clusters, channels = heads * PARTS // CLUSTER, given.through is not None
 
     def kernel(inputs, outputs: _Outputs, memory: _Memory) -> None:
         given, gradients = inputs
@@ -317,7 +381,7 @@ def states(
             scan_cta(Mode.STATES, scale, place, given, outputs.u, outputs.states, None, own)
 
     tokens = jax.ShapeDtypeStruct(given.v.shape, jnp.bfloat16)
-    saved = batch, heads, pairs_of(chunks) * HEAD_DIM, HEAD_DIM
+    saved = batch, heads, saved_of(chunks, channels) * HEAD_DIM, HEAD_DIM
     saved = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
     first = jax.ShapeDtypeStruct(gradients.last.shape, jnp.float32)
     return tuple(
@@ -331,8 +395,8 @@ def states(
             inputs=(given, gradients),
             results=_Outputs(tokens, saved, tokens, saved, first),
             memory=_Memory(
-                ReverseMemory.of(stores=True),
-                plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+                ReverseMemory.of(stores=True, channels=channels),
+                plgpu.Barrier(num_arrivals=4 + channels, num_barriers=stages_of(channels)),
             ),
         )
     )
@@ -340,8 +404,7 @@ def states(
 
 def first_gradient(gradients: ReverseInputs, scale: float) -> jax.Array:
     """The gradient of the first state alone, transposed."""
-    batch, heads, _, _ = gradients.vectors.shape
-    groups = heads // gradients.k.shape[2]
+    batch, heads, _, groups = gradients.sizes
 
     def kernel(gradients: ReverseInputs, first: Any, memory: ReverseMemory) -> None:
         place = Place.of(cta_index(lax.axis_index("group")), PARTS, groups)
@@ -357,5 +420,5 @@ def first_gradient(gradients: ReverseInputs, scale: float) -> jax.Array:
         cluster=CLUSTER,
         inputs=gradients,
         results=first,
-        memory=ReverseMemory.of(stores=False),
+        memory=ReverseMemory.of(stores=False, channels=gradients.through is not None),
     )

@@ -1,0 +1,23 @@
+"""Context parallelism for an Equinox model: the patch that docs/frameworks.md shows."""
+
+# --8<-- [start:patch]
+import equinox as eqx
+import jax
+
+from burst_jax import burst_attention, in_layout
+
+LAYOUT, N = "zigzag", 4  # N: the size of the mesh axis "seq"
+MASKS = dict(is_causal=True, layout=LAYOUT)
+
+
+class RingAttention(eqx.nn.MultiheadAttention):
+    def __call__(self, query, key_, value, mask, *, process_heads):  # mask: segment ids [T]
+        assert self.dropout.inference or not self.dropout.p
+        projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
+        qkv = process_heads(*(self._project(*each) for each in projections))
+        ring = in_layout(lambda x, _, ids: burst_attention(*x, segment_ids=ids, **MASKS), LAYOUT, N)
+        out = ring([x[None] for x in qkv], None, mask[None])
+        return jax.vmap(self.output_proj)(out.reshape(len(query), -1))
+
+
+# --8<-- [end:patch]

@@ -1,0 +1,155 @@
+"""KimiDeltaAttention against plain JAX in float64, token by token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kimi_linear_layer
+import numpy as np
+import plain_model
+import pytest
+from flax import nnx
+from implementations import quick_jit
+from jax.sharding import AxisType
+from meshes import assert_close, mesh_of, random_like
+
+from burst_jax import KimiDeltaAttention, from_layout, positions, to_layout
+from burst_jax.layers.gated_delta_net import DECAY_RATES, TIME_STEPS
+
+B, T, D, N, H, HV = 2, 32, 24, 4, 6, 10
+X = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
+COTANGENT = np.random.default_rng(2).standard_normal((B, T, D))
+# Documents that end inside of a shard, and padding inside and at the end.
+SEGMENTS = np.ones((B, T), np.int32)
+SEGMENTS[0, 11:], SEGMENTS[0, 20:23], SEGMENTS[0, 5], SEGMENTS[1, 29:] = 2, 0, 0, 0
+
+
+def created(**changes: Any):
+    options: Any = {"head_dim": H, "value_head_dim": HV, "rngs": nnx.Rngs(0)} | changes
+    return KimiDeltaAttention(D, N, **options)
+
+
+@functools.cache
+def weights():
+    """By one program."""
+    state = quick_jit(lambda: nnx.state(created()))()
+    # A scale of 1 would hide a missing product.
+    state["norm"]["scale"] = state["norm"]["scale"].replace(jnp.linspace(0.5, 2.0, HV))
+    return state
+
+
+def make_layer(**options: Any):
+    return nnx.merge(nnx.split(nnx.eval_shape(lambda: created(**options)))[0], weights())
+
+
+@functools.cache
+def truth():
+    params = nnx.to_pure_dict(weights())
+    out, gradients = plain_model.gradients(
+        lambda params, x: plain_model.gated_delta_net(params, x, SEGMENTS), COTANGENT, params, X
+    )
+    return out, *gradients
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "kind"),
+    [
+        ("zigzag", {"data": 2, "seq": 2, "model": 2}, AxisType.Auto),
+        pytest.param("contiguous", {"seq": 1}, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param(
+            "contiguous", {"data": 2, "seq": 4}, AxisType.Explicit, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_equals_the_formula(layout, sizes, kind):
+    axes = {axis: name for axis, name in (("batch_axis", "data"), ("tensor_axis", "model"))
+            if name in sizes}  # fmt: skip
+    want = truth()  # Drawn weights, without a mesh.
+    with jax.set_mesh(mesh_of(kind, **sizes)):
+        graphdef, params = nnx.split(make_layer(layout=layout, **axes))
+
+        @quick_jit
+        def run(params, x):
+            def f(params, x):
+                x, segments = to_layout((x, jnp.asarray(SEGMENTS)), layout, sizes["seq"])
+                order = jnp.asarray(positions(layout, T, sizes["seq"]))
+                out = nnx.merge(graphdef, params)(x, order, segments)
+                return from_layout(out, layout, sizes["seq"])
+
+            out, vjp = jax.vjp(f, params, x)
+            cotangent = jnp.asarray(COTANGENT, jnp.float32)
+            if kind == AxisType.Explicit:
+                cotangent = jax.reshard(cotangent, jax.typeof(out).sharding)
+            return out, *vjp(cotangent)
+
+        out, d_params, d_x = jax.device_get(run(params, X))
+    assert_close((out, nnx.to_pure_dict(d_params), d_x), want, 2e-6)
+    assert not out[SEGMENTS == 0].any()
+
+
+def test_prefill_and_steps_continue_the_sequence():
+    """Prompts of different lengths in a permuted order, then token by token."""
+    want, lengths = truth()[0], np.asarray([24, 16])
+    ids = np.where(np.arange(T) < lengths[:, None], SEGMENTS, 0)
+    layer = make_layer(mesh=mesh_of(seq=2), layout="zigzag")
+    x, placed = to_layout((X, jnp.asarray(ids)), "zigzag", 2)
+    _, state = quick_jit(layer.prefill)(x, placed)
+    step = quick_jit(layer.step)
+    for more in range(3):
+        at = lengths + more
+        y, state = step(X[np.arange(B), at], state)
+        assert_close(y, want[np.arange(B), at], 2e-6)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, layer.initial_state(B))
+
+
+def test_weights():
+    """Two matrices of rank Hv per gate, a decay per key channel; gates start as in the paper."""
+    options: Any = {"head_dim": 64, "value_head_dim": 8, "param_dtype": jnp.bfloat16}
+    layer = nnx.eval_shape(lambda: KimiDeltaAttention(D, 8, rngs=nnx.Rngs(0), **options))
+    flat = {".".join(map(str, path)): x for path, x in nnx.to_flat_state(nnx.state(layer))}
+    shapes = {name: x.get_value().shape for name, x in flat.items()}
+    assert {name: shape for name, shape in shapes.items() if "gate" in name or "dec" in name} == {
+        "decay_a.kernel": (D, 8), "decay_b.kernel": (8, 8, 64),
+        "output_gate_a.kernel": (D, 8), "output_gate_b.kernel": (8, 8, 8),
+    }  # fmt: skip
+    assert (shapes["A_log"], shapes["dt_bias"]) == ((8,), (8, 64))
+    wide = {name for name, x in flat.items() if x.get_value().dtype == jnp.float32}
+    assert wide == {"A_log", "dt_bias"}
+    make = functools.partial(KimiDeltaAttention, D, 512, head_dim=2)
+    state = quick_jit(lambda: nnx.state(make(rngs=nnx.Rngs(0))))()
+    steps, rates = np.log1p(np.exp(state["dt_bias"][...])), np.exp(state["A_log"][...])
+    for found, (low, high) in ((steps, TIME_STEPS), (rates, DECAY_RATES)):
+        assert low * 0.999 < found.min() < low * 1.3
+        assert high * 0.9 < found.max() < high * 1.001
+
+
+def test_errors_name_the_layer():
+    explicit = mesh_of(AxisType.Explicit, seq=1, model=2)
+    with pytest.raises(NotImplementedError, match="an Explicit mesh axis: KimiDeltaAttention gath"):
+        make_layer(mesh=explicit, tensor_axis="model")(X)
+    with pytest.raises(ValueError, match="num_heads is 4, num_key_heads 3: num_heads must be a mu"):
+        created(num_key_heads=3)
+    layer = make_layer(mesh=mesh_of(seq=2), implementation="mosaic_sm90")
+    with pytest.raises(NotImplementedError, match="'mosaic_sm90' cannot run: it needs compute"):
+        layer(X)
+
+
+def test_equals_the_layer_of_transformers():
+    """KimiLinearDeltaAttention in float32, whose output is stored."""
+    layer = KimiDeltaAttention(
+        kimi_linear_layer.FEATURES, kimi_linear_layer.HEADS, head_dim=kimi_linear_layer.HEAD_DIM,
+        norm_epsilon=1e-5, rngs=nnx.Rngs(0), mesh=mesh_of(seq=3), layout="zigzag",
+    )  # fmt: skip
+    given, state = kimi_linear_layer.parameters(), nnx.state(layer)
+    for path, leaf in nnx.to_flat_state(state):
+        weight = given.pop(".".join(map(str, path)))
+        leaf.set_value(jnp.asarray(weight.reshape(leaf.get_value().shape)))
+    assert not given
+    nnx.update(layer, state)
+    x = to_layout(jnp.asarray(kimi_linear_layer.X), "zigzag", 3)
+    out = from_layout(quick_jit(layer)(x), "zigzag", 3)
+    want = np.load(kimi_linear_layer.FILE)["out"]
+    np.testing.assert_allclose(out, want, rtol=0, atol=3e-6 * np.abs(want).max())
