@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from benchmarks.ampere import as_ampere
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
+from benchmarks.linear_cases import CHECKED, HEAD_DIM, Case
 from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax.command_line import Unusable, integer
@@ -31,7 +31,6 @@ from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.kernel_parts import Form, GradientInputs
 from pallas_kernels.timing import relative_error
 
-HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 # Accepted relative errors of bfloat16 results.
 TOLERANCE = 1.5e-2
@@ -72,88 +71,17 @@ class Family(NamedTuple):
         """The inverses of all chunks, also where the forward scan would compute them itself."""
         return self.operation.prepare(inputs, form=Form.APART)
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Shapes and contents of a call.
-
-    Attributes:
-      length: T.
-      heads: N, value heads.
-      key_heads: K.
-      batch: B, sequences, or blocks of one.
-      decay: largest decrease of a log decay.
-      documents: whether there are documents and padding.
-      edges: whether some betas are 0, 1 and 2.
-    """
-
-    length: int
-    heads: int
-    key_heads: int
-    batch: int = 1
-    decay: float = 0.1
-    documents: bool = False
-    edges: bool = False
-
-    def __str__(self) -> str:
-        blocks = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{blocks}{self.length:,} tokens, {self.key_heads}/{self.heads} heads"
-
-    def arrays(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
-        """Inputs, the first state, and gradients of the output and of the last state."""
-        return _arrays(self)
-
-    def _drawn(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 11)
-        by_key = self.batch, self.length, self.key_heads, HEAD_DIM
-        by_head = self.batch, self.length, self.heads
-
-        def unit(key: jax.Array) -> jax.Array:
-            x = jax.random.normal(key, by_key, jnp.float32)
-            return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-
-        def values(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, (*by_head, HEAD_DIM), jnp.bfloat16)
-
-        def state(key: jax.Array) -> jax.Array:
-            shape = self.batch, self.heads, HEAD_DIM, HEAD_DIM
-            return jax.random.normal(key, shape, jnp.float32)
-
-        log_decay = -self.decay * jax.random.uniform(keys[3], by_head, jnp.float32)
-        beta = jax.random.uniform(keys[4], by_head, jnp.float32)
-        if self.edges:
-            kind = jax.random.randint(keys[5], by_head, 0, 10)
-            beta = jnp.where(kind < 3, kind.astype(jnp.float32), beta)
-        tokens = None
-        if self.documents:
-            shape = by_head[:2]
-            valid = jax.random.uniform(keys[6], shape) > 0.1
-            # The first document continues the first state.
-            begins = (jax.random.uniform(keys[7], shape) < 0.01) & (jnp.cumsum(valid, 1) > 1)
-            tokens = Tokens(begins & valid, valid)
-        inputs = Inputs(unit(keys[0]), unit(keys[1]), values(keys[2]), log_decay, beta)
-        if tokens is not None:
-            zeroed: Any = [
-                jnp.where(lax.expand_dims(tokens.valid, range(2, x.ndim)), x, jnp.zeros_like(x))
-                for x in inputs[:5]
-            ]
-            inputs = Inputs(*zeroed, tokens=tokens)
-        return inputs, state(keys[8]), values(keys[9]), state(keys[10])
-
-
-@functools.cache
-def _arrays(case: Case) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
-    return case._drawn()
-
-
-CHECKED = {
-    "plain": Case(1024, 4, 4),
-    "one chunk": Case(64, 1, 1),
-    "grouped, strong decay": Case(960, 4, 2, decay=3.0),
-    "documents and padding": Case(1024, 4, 4, documents=True),
-    "beta 0, 1 and 2": Case(1024, 4, 4, batch=2, edges=True),
-    "many chunks": Case(8192, 32, 16, documents=True),
-}
+    def chunk_gradients(
+        self, inputs: Inputs, vectors: jax.Array, do: jax.Array, scanned: Any
+    ) -> Any:
+        """The gradients of chunks, from the results of both scans."""
+        if inputs.log_decay.ndim > inputs.beta.ndim:
+            return self.operation.channel_gradients.gradients_of(
+                inputs, vectors, do, scanned, SCALE
+            )
+        u, saved, dv, dsaved, _ = scanned
+        given = GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors)
+        return self.gradients.gradients(given, SCALE)
 
 
 def gradients_of(
@@ -214,7 +142,9 @@ def _results_of_two_blocks(
     operation, prepared = family.operation, family.prepare(given)
     m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
     starts = jnp.concatenate([start, ends[:1]])
-    o, ends, prepared = operation.forward(given, prepared, starts, SCALE)
+    o, ends, kept = operation.forward(given, prepared, starts, SCALE)
+    if kept is not None:
+        prepared = kept
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
     lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
@@ -273,15 +203,13 @@ def whole_programs(rule: Callable[..., Any], case: Case) -> list[Program]:
 def kernel_programs(case: Case, family: Family) -> list[Program]:
     """Each kernel by itself."""
     inputs, start, do, last = case.arrays()
-    operation, gradients = family.operation, family.gradients
+    operation = family.operation
 
     def both_scans(*given: Any) -> Any:
         return family.states.states(*operation.backward_inputs(*given), SCALE)
 
     def gradient_inputs(done: dict[str, Any]) -> Any:
-        u, saved, dv, dsaved, _ = done["states"]
-        vectors = done["prepare"].vectors
-        return (GradientInputs(inputs.q, inputs.k, do, dv, u, saved, dsaved, vectors),)
+        return inputs, done["prepare"].vectors, do, done["states"]
 
     scan = functools.partial(operation.forward, scale=SCALE)
 
@@ -289,7 +217,7 @@ def kernel_programs(case: Case, family: Family) -> list[Program]:
         return scan(inputs, operation.Prepared(vectors, None), start)
 
     ahead: list[Program] = []
-    if operation.form_of(inputs) is Form.AHEAD:
+    if not case.channels and operation.form_of(inputs) is Form.AHEAD:
         ahead = [(
             "scan with inverses", scan_with_inverses,
             lambda done: (inputs, done["prepare"].vectors, start),
@@ -305,7 +233,7 @@ def kernel_programs(case: Case, family: Family) -> list[Program]:
             functools.partial(operation.first_state_gradient, scale=SCALE),
             lambda done: (inputs, done["prepare"], do, last),
         ),
-        ("gradients", lambda given: gradients.gradients(given, SCALE), gradient_inputs),
+        ("gradients", family.chunk_gradients, gradient_inputs),
     ]
 
 
@@ -328,6 +256,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--heads", type=integer(1), default=32, help="value heads (%(default)s)")
     parser.add_argument("--key-heads", type=integer(1), help="default: as many as value heads")
     parser.add_argument(
+        "--channels", action="store_true",
+        help="a decay per key channel (Kimi Delta Attention), with Hopper's kernels",
+    )  # fmt: skip
+    parser.add_argument(
         "--implementation", choices=FAMILIES, default=FAMILIES[0],
         help="mosaic_sm80 is compiled for an A100 on a newer GPU, too (default: %(default)s)",
     )  # fmt: skip
@@ -348,6 +280,8 @@ def run(args: argparse.Namespace) -> None:
     begin, rows = time.perf_counter(), []
     baseline = None if args.baseline is None else _load(args.baseline)
     family = Family.of(args.implementation)
+    if args.channels and family.name != FAMILIES[0]:
+        raise Unusable(f"--channels needs --implementation {FAMILIES[0]}, not {family.name}")
     record: dict[str, Any] = {
         "device": jax.devices()[0].device_kind, "jax": jax.__version__,
         "implementation": family.name, "rows": rows,
@@ -361,7 +295,10 @@ def run(args: argparse.Namespace) -> None:
     print(f"{record['device']}, jax {record['jax']}, {family.name}", flush=True)
     ampere = as_ampere() if family.name == "mosaic_sm80" else contextlib.nullcontext()
     with ampere, ThreadPoolExecutor(14) as pool:
-        checks = [Check(name, case, family, pool) for name, case in CHECKED.items()]
+        checks = [
+            Check(name, dataclasses.replace(case, channels=args.channels), family, pool)
+            for name, case in CHECKED.items()
+        ]
         cases = _timed_cases(args)
         timed = [
             (case, _compiled(case, detailed, family, baseline, pool)) for case, detailed in cases
@@ -403,8 +340,9 @@ def _timed_cases(args: argparse.Namespace) -> list[tuple[Case, bool]]:
     cases = []
     for length in args.lengths:
         detailed = length == max(args.lengths)
-        cases.append((Case(length, args.heads, key_heads), detailed))
-        cases.append((Case(length // 2, args.heads, key_heads, batch=2), detailed))
+        case = Case(length, args.heads, key_heads, channels=args.channels)
+        half = dataclasses.replace(case, length=length // 2, batch=2)
+        cases += [(case, detailed), (half, detailed)]
     return cases
 
 

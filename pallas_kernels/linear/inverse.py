@@ -203,12 +203,15 @@ def _f32(value: float) -> Any:
 
 
 def struct_of(kind: Any, count: int) -> Any:
+    """The type of several results of an instruction."""
     return llvm.StructType.get_literal([kind] * count)
 
 
 def parts_of(value: Any, kind: Any, count: int) -> list[Any]:
+    """An instruction's results."""
     return [llvm.extractvalue(kind, value, [i]) for i in range(count)]
 
 
 def assembly(result: Any, operands: Any, text: str, constraints: str, effects=False) -> Any:
+    """An instruction of the assembler."""
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=effects)

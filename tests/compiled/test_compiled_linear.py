@@ -35,6 +35,25 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     assert not seen.serialized
 
 
+@pytest.mark.parametrize(
+    "jax_is",
+    [
+        pytest.param("oldest", marks=pytest.mark.hopper_kernels),
+        pytest.param("newest", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
+    """The gradients' kernel alone spills, once per chunk: it has 8,000 instructions for it."""
+    del jax_is
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    capfd.readouterr()
+    compile_linear(operation, "h100", channels=True)
+    seen = compiled.ptxas("".join(capfd.readouterr()))
+    kernels = "channel_operands", "output", "last", "states", "first_gradient", "channel_gradients"
+    assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
+    assert seen.stack <= 700
+
+
 def linear_ring(layout, mesh):
     """Forward and backward over the mesh; the cotangent is the output."""
 

@@ -35,6 +35,8 @@ from burst_jax import linear
 # arrays: its error is relative to these.
 ALLOWED, OF_PLAIN = 1e-2, 1.5
 _STATES = ("last", "dstart")
+# It lacks decays per key channel.
+_OF_HEADS = "mosaic_sm80"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Draw:
       documents: number of documents of a sequence, 0 without segment ids.
       decay: largest decrease of a log decay.
       edges: whether some gates are 0 or very large.
+      channels: whether there is a decay per key channel.
     """
 
     index: int
@@ -64,6 +67,7 @@ class Draw:
     documents: int
     decay: float
     edges: bool
+    channels: bool
 
     @property
     def length(self) -> int:
@@ -86,6 +90,7 @@ def draw(index: int, devices: int, head_dim: int = 128) -> Draw:
         documents=int(rng.choice([0, 2, 5, 12])),
         decay=float(rng.choice([1e-3, 0.1, 3.0])),
         edges=bool(rng.integers(2)),
+        channels=bool(rng.integers(2)),
     )
 
 
@@ -95,7 +100,7 @@ def case_of(drawn: Draw) -> linear_cases.Case:
     return linear_cases.draw(
         np.random.default_rng(drawn.index), drawn.length, batch=drawn.batch, heads=heads,
         key_heads=key_heads, head_dim=drawn.head_dim, decay=drawn.decay,
-        documents=drawn.documents, edges=drawn.edges,
+        documents=drawn.documents, edges=drawn.edges, channels=drawn.channels,
     )  # fmt: skip
 
 
@@ -218,6 +223,8 @@ def main(argv: list[str] | None = None) -> int:
                 if (index := next(indices, None)) is None:
                     break
                 drawn = draw(index, jax.device_count(), args.head_dim)
+                if args.implementation == _OF_HEADS:
+                    drawn = dataclasses.replace(drawn, channels=False)
                 waiting.append(Check(drawn, args.implementation, pool))
             if not waiting:
                 break

@@ -52,6 +52,7 @@ LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
+LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
 LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
@@ -793,6 +794,17 @@ MUTANTS = [
      LINEAR_SM90),
     ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
      "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/scan.py",
+     "return state * along_columns(self.through.at[stage], 0, CHUNK, HEAD_DIM)", "return state",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_decays.py", "32: frozenset({(0, 1), (3, 2)})",
+     "32: frozenset()", LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_operands.py", "same & (column < row)", "column < row",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_gradients.py", "jnp.where(is_row, key, -key)", "key",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_gradients.py", "(beta == 0) | begins", "beta == 0",
+     LINEAR_CHANNELS),
     ("pallas_kernels/linear/sm80/scan.py", "values = values * has_values", "pass", LINEAR_SM80),
     ("pallas_kernels/linear/sm80/scan.py",
      "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",

@@ -45,8 +45,10 @@ def run_for_ampere(code):
     return done.stdout
 
 
-def compile_linear(operation, gpu):
+def compile_linear(operation, gpu, *, channels=False):
     """Compiles all kernels of the gated delta rule: those of a device alone, and of a shard.
+
+    With ``channels``, those of a decay per key channel.
 
     An odd number of chunks: the Hopper scans have a step that is no pair's, which takes code and
     registers.
@@ -58,9 +60,9 @@ def compile_linear(operation, gpu):
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=sharding)
 
     def run(inputs, start, do, last):
-        scale = 0.1
+        scale, forms = 0.1, list(Form)[: 1 if channels else None]  # One with decays per channel.
         # The first form has prepared everything.
-        prepared, *others = (operation.prepare(inputs, form) for form in Form)
+        prepared, *others = (operation.prepare(inputs, form) for form in forms)
         return (
             [operation.forward(inputs, x, start, scale) for x in (prepared, *others)],
             operation.affine(inputs, prepared, start),
@@ -71,7 +73,8 @@ def compile_linear(operation, gpu):
     keys, values = array(length, key_heads, 128), array(length, heads, 128)
     gates = array(length, heads, dtype=jnp.float32)
     state = array(heads, 128, 128, dtype=jnp.float32)
-    given = Inputs(keys, keys, values, gates, gates)
+    decays = array(length, heads, 128, dtype=jnp.float32) if channels else gates
+    given = Inputs(keys, keys, values, decays, gates)
     return compiled.compile_for(run, given, state, values, state)
 
 

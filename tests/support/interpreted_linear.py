@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 
@@ -74,7 +76,7 @@ def store_last_row(target, x):
 
 
 # By name in the module.
-WARP_BLOCKS = {
+WARP_BLOCKS: dict[str, Any] = {
     function.__name__: function
     for function in (
         products, sums, own, spread, with_blocks, pairs, later_rows, store_last_row

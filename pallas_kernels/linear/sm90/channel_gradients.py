@@ -8,13 +8,13 @@ token, and dP and E the gradients of products of queries and keys, and of keys,
     read_r = -into_r (dV S^T)_r + sum_i E_ri D_ri k_i,
     write_i = out_i (U dS^T)_i + sum_r dP_ri D_ri q_r + sum_r E_ri D_ri k_r,    dK = read + write.
 
-The sums go by levels of :mod:`pallas_kernels.linear.sm90.channel_decays`. At each of them a token is
-either a row or a column: ``factor ((E + E^T) (factor K) + dP^T (factor Q))`` is part of read for the
-one and of write for the other.
+The sums go by levels of :mod:`pallas_kernels.linear.sm90.channel_decays`. At each of them a token
+is either a row or a column: ``factor ((E + E^T) (factor K) + dP^T (factor Q))`` is part of read for
+the one and of write for the other.
 
-The gradient of the log decays from the chunk's start is ``q dq + k (read - write)``, of each token and
-channel, and in the last token also the sum of ``k out (U dS^T)`` over all tokens, and
-``through S dS`` over all values. That of a token's log decay is the sum over the tokens from it on.
+The gradient of the log decays from the chunk's start is ``q dq + k (read - write)``, of each token
+and channel, and in the last token also the sum of ``k out (U dS^T)`` over all tokens, and of
+``through S dS`` over all values. That of a token's log decay sums over the tokens from it on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.backend import Gradients, Inputs
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, LOG, OUT, START, VECTORS
-from pallas_kernels.linear.families import beta_gradient, sum_groups, transposed as transposed_state
+from pallas_kernels.linear.families import beta_gradient, sum_groups
+from pallas_kernels.linear.families import transposed as transposed_state
 from pallas_kernels.linear.kernel_parts import GradientInputs
 from pallas_kernels.linear.sm90 import channel_decays as decays
 from pallas_kernels.linear.sm90 import warp_blocks

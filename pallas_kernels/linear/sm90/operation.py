@@ -23,9 +23,8 @@ from pallas_kernels.linear.families import (
     zeros_in_padding,
 )
 from pallas_kernels.linear.kernel_parts import Form, Mode
-from pallas_kernels.linear.sm90 import channel_gradients
+from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
-from pallas_kernels.linear.sm90 import inverses
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel_operands
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS

@@ -305,6 +305,11 @@ def scan_cta(
     )
 
 
+def times(x: jax.Array, factors: Any) -> jax.Array:
+    """x times factors; None is 1."""
+    return x if factors is None else x * factors
+
+
 def pair_of(chunk: Any) -> Any:
     """Index of a chunk's pair."""
     return lax.div(chunk, i32(2))
@@ -327,9 +332,9 @@ def _step(
         k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
         k_out = memory.k_out.at[stage] if channels else k
 
-        def along(first):
+        def along(first) -> Any:
             # With a decay per key channel it is in the operands.
-            return 1.0 if channels else along_columns(memory.vectors.at[stage], first)
+            return None if channels else along_columns(memory.vectors.at[stage], first)
 
         plgpu.barrier_wait(memory.arrived.at[stage])
         rounded = state.astype(jnp.bfloat16)
@@ -350,7 +355,7 @@ def _step(
             else:
                 values, into = lax.optimization_barrier((values, into))
             read = plgpu.wgmma_accumulator_load(read_acc, wait_n=1 if outputs else 0)
-            r = (values - into * read).astype(jnp.bfloat16)
+            r = (values - times(read, into)).astype(jnp.bfloat16)
             plgpu.wgmma(u_acc, r, transposed(x))
             state_acc[...] = memory.scaled_state(stage, state)
             out = along(OUT)
@@ -358,7 +363,7 @@ def _step(
                 o = plgpu.wgmma_accumulator_load(o_acc, wait_n=1)
                 o_acc[...] = o * (into * scale)
             u = plgpu.wgmma_accumulator_load(u_acc)
-            plgpu.wgmma(state_acc, (u * out).astype(jnp.bfloat16), k_out)
+            plgpu.wgmma(state_acc, times(u, out).astype(jnp.bfloat16), k_out)
             u = u.astype(jnp.bfloat16)
             if outputs:
                 p = memory.p.at[stage] if scores is None else scores.wait(stage)
@@ -370,7 +375,7 @@ def _step(
             if not outputs:
                 free_stage(memory.free.at[stage])
                 return new
-            o = plgpu.wgmma_accumulator_load(o_acc) * (scale if channels else 1.0)
+            o = times(plgpu.wgmma_accumulator_load(o_acc), scale if channels else None)
             free_stage(memory.free.at[stage])
             results[0].put(index, o.astype(jnp.bfloat16), transpose=True)
             return new

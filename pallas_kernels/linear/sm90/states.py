@@ -50,6 +50,7 @@ from pallas_kernels.linear.sm90.scan import (
     scan_cta,
     scores_of,
     slots_of,
+    times,
 )
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
@@ -279,9 +280,9 @@ def _step(
         q, k, do, x = (ref.at[stage] for ref in memory[:4])
         k_out = memory.k_out.at[stage] if channels else k
 
-        def along(first):
+        def along(first) -> Any:
             # With a decay per key channel it is in the operands.
-            return 1.0 if channels else along_columns(memory.vectors.at[stage], first)
+            return None if channels else along_columns(memory.vectors.at[stage], first)
 
         plgpu.barrier_wait(memory.arrived.at[stage])
         # Nothing is running. ptxas does not see it across the loop's end: it would wait for the
@@ -299,7 +300,8 @@ def _step(
             if results and is_first_of_pair:
                 results[0].put(index, rounded)
             into, out = along(INTO), along(OUT)
-            scaled = (do_columns.astype(jnp.float32) * (into * scale)).astype(jnp.bfloat16)
+            scaled = do_columns.astype(jnp.float32) * (scale if channels else into * scale)
+            scaled = scaled.astype(jnp.bfloat16)
             state_acc[...] = memory.scaled_state(stage, state)
             if channels:
                 scaled = lax.optimization_barrier(scaled)
@@ -307,14 +309,14 @@ def _step(
                 scaled, out = lax.optimization_barrier((scaled, out))
             plgpu.wgmma(state_acc, scaled, q)
             # Of the products only that with Q still runs, while dU is rounded.
-            write = plgpu.wgmma_accumulator_load(write_acc, wait_n=1) * out
+            write = times(plgpu.wgmma_accumulator_load(write_acc, wait_n=1), out)
             p = plgpu.wgmma_accumulator_load(p_acc, wait_n=None)
-            du = write + (p * scale if channels else p)
+            du = write + times(p, scale if channels else None)
             plgpu.wgmma(dv_acc, du.astype(jnp.bfloat16), x)
             if not channels:  # Kept, it would take 16 registers more.
                 into = lax.optimization_barrier(along(INTO))
             dv = plgpu.wgmma_accumulator_load(dv_acc)
-            plgpu.wgmma(state_acc, (-dv * into).astype(jnp.bfloat16), k)
+            plgpu.wgmma(state_acc, times(-dv, into).astype(jnp.bfloat16), k)
             if results:
                 results[1].put(index, dv.astype(jnp.bfloat16), transpose=True)
             proxy_fence()

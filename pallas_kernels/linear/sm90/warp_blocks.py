@@ -1,7 +1,8 @@
 """Products of the 16 tokens that a warp has of a chunk, in its registers.
 
-A warp has 16 rows of a ``[64, n]`` fragment. Its registers are a left operand of mma.sync, and those
-of the transpose a right one, so that products of two fragments need no shared memory and no barrier.
+A warp has 16 rows of a ``[64, n]`` fragment. Its registers are a left operand of mma.sync, and also
+the right operand that is their transpose, so that products of two fragments need no shared memory
+and no barrier.
 ``[64, 16]`` has a row of each token, and a column of each token of the row's warp.
 
 Kernels call these functions as attributes of this module, so that tests can replace them.
