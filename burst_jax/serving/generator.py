@@ -87,7 +87,8 @@ class Generator:
       ValueError: a number below 1, a ``max_length`` above 2**29, a batch that the mesh does not
         divide, a model with LoRA adapters, ``split_weights`` without rules, or a cache larger than
         the free memory of the devices, or of the host for CPU devices.
-      NotImplementedError: a model with a pipeline; Gated DeltaNet layers in a striped layout.
+      NotImplementedError: a model with a pipeline; Gated DeltaNet layers in a striped layout, or
+        with one tap.
     """
 
     def __init__(

@@ -86,6 +86,12 @@ class ServedModel:
                 "not support pipelines; load the model with stage=None"
             )
         if self.config.delta_net is not None:
+            if self.config.delta_net.conv_taps == 1:
+                # JAX 0.11.2 crashes on donated arrays without elements.
+                raise NotImplementedError(
+                    "config.delta_net has conv_taps 1, and the cache has the inputs of the taps "
+                    "before the last one: serving needs 2 taps or more"
+                )
             devices = axes_size(self.shardings.mesh, self.shardings.token_axes)
             device_runs(layout_option(model.options), (), devices, "Generator")
         # With one device on the sequence axes there is nothing to shard.

@@ -31,7 +31,7 @@ PURE = dataclasses.replace(
     CONFIG, num_layers=2, delta_net=SIZES, num_heads=4, num_kv_heads=2, head_dim=64
 )
 WINDOWED = dataclasses.replace(
-    HYBRID, layer_pattern=(LINEAR, LayerKind(window=20)), delta_net=DeltaNet(2, 2, 6, 4, 1)
+    HYBRID, layer_pattern=(LINEAR, LayerKind(window=20)), delta_net=DeltaNet(2, 2, 6, 4, 2)
 )
 
 
@@ -152,6 +152,12 @@ def test_a_striped_layout_raises():
     message = "layout is 'striped:4', in which neighboring tokens are on different devices: Gener"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         Generator(model, max_length=8)
+
+
+def test_a_convolution_of_one_tap_raises():
+    config = dataclasses.replace(PURE, delta_net=dataclasses.replace(SIZES, conv_taps=1))
+    with pytest.raises(NotImplementedError, match="conv_taps 1, and the cache has the inputs of"):
+        Generator(models(config, {"seq": 2}, "zigzag")[1], max_length=8)
 
 
 @pytest.mark.slow
