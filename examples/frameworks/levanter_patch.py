@@ -12,9 +12,9 @@ AXES = axes_of(P("data", "context", "model"))  # of batch, position, heads in th
 OPTIONS = dict(layout=LAYOUT, padding_id=-1, **AXES)
 
 
-def attend(q_axis, k_axis, head_axis, *qkv, mask, bias, dropout, attn_sink, **scores):
+def attend(q_axis, k_axis, dim_axis, *qkv, mask, bias, dropout, attn_sink, **scores):
     assert bias is None and not dropout and mask.explicit_mask is mask.causal_offset is None
-    bins = levanter._bin_and_group_axes_by_function(*qkv, q_axis, k_axis, head_axis)
+    bins = levanter._bin_and_group_axes_by_function(*qkv, q_axis, k_axis, dim_axis)
     qkv = [levanter._reshape_axes_for_bshd_bins(*x).array for x in zip(qkv, bins, strict=True)]
     window = (mask.sliding_window - 1, 0) if mask.sliding_window else mask.bidirectional_window
     sinks = None if attn_sink is None else attn_sink.array.ravel()

@@ -36,7 +36,11 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
 
 
 @pytest.mark.parametrize(
-    "jax_is", [pytest.param("oldest", marks=pytest.mark.hopper_kernels), "newest"]
+    "jax_is",
+    [
+        pytest.param("oldest", marks=pytest.mark.hopper_kernels),
+        pytest.param("newest", marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
     """The gradients' kernel alone spills, once per chunk: it has 8,000 instructions for it."""

@@ -33,8 +33,8 @@ def program(mesh, layout, documents):
     return run
 
 
-def shapes(mesh, *, vmapped: int | None = None):
-    """Of the arrays, with another dimension in front under ``vmap``."""
+def shapes(mesh, *, vmapped: int | None = None, channels: bool = False):
+    """Of the arrays, with another dimension in front under ``vmap``, or decays per channel."""
     front = () if vmapped is None else (vmapped,)
     length = TOKENS * mesh.shape["seq"]
 
@@ -45,7 +45,8 @@ def shapes(mesh, *, vmapped: int | None = None):
     keys, values = (array(length, heads, 128) for heads in (KEY_HEADS, HEADS))
     gates = array(length, HEADS, dtype=jnp.float32)
     state = array(HEADS, 128, 128, dtype=jnp.float32, split=False)
-    return keys, keys, values, gates, gates, state, array(length, dtype=jnp.int32)
+    decays = array(length, HEADS, 128, dtype=jnp.float32) if channels else gates
+    return keys, keys, values, decays, gates, state, array(length, dtype=jnp.int32)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,12 @@ def test_on_hopper(n, layout, documents, lowers, kind):
     mesh = programs.abstract_mesh("h100", {"seq": n}, kind)
     run = program(mesh, layout, documents)
     programs.for_gpu("h100", mesh, run, *shapes(mesh), lowers=lowers)
+
+
+def test_decays_per_channel_on_hopper():
+    mesh = programs.abstract_mesh("h100", {"seq": 2})
+    run = program(mesh, "zigzag", True)
+    programs.for_gpu("h100", mesh, run, *shapes(mesh, channels=True), lowers=False)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Instructions of a warpgroup's 128 threads in NumPy, in place of MLIR: a value is an array of 128.
 
 Enough for code that is written register by register: ldmatrix, stores, shuffles, mma.sync of
-float16, movmatrix and conversions. Threads run one instruction after the other, all at once, so
-this does not show missing barriers; memory that was not written holds what the caller put there.
+float16 and bfloat16, movmatrix and conversions. Threads run one instruction after the other, all at
+once, so this does not show missing barriers; memory that was not written holds what the caller put
+there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 
 _THREADS = np.arange(128)
@@ -17,8 +19,8 @@ _LANE, _WARP = _THREADS % 32, _THREADS // 32
 _COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "ult": np.less, "uge": np.greater_equal}
 
 
-def _halves(x):
-    return np.ascontiguousarray(x, np.uint32).view(np.float16).reshape(128, 2)
+def _halves(x, dtype=np.float16):
+    return np.ascontiguousarray(x, np.uint32).view(dtype).reshape(128, 2)
 
 
 class Warpgroup:
@@ -109,7 +111,9 @@ class Warpgroup:
         return turned.view(np.uint32).reshape(128)
 
     def _mma(self, text, *operands):
-        assert text.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
+        prefix = "mma.sync.aligned.m16n8k16.row.col.f32."
+        kind = text.removeprefix(prefix).split(" ")[0].removesuffix(".f32")
+        dtype = {"f16.f16": np.float16, "bf16.bf16": ml_dtypes.bfloat16}[kind]
         a, b, c = operands[:4], operands[4:6], operands[6:]
         result = np.zeros((4, 128), np.float32)
         row, column = np.arange(32) // 4, np.arange(32) % 4 * 2
@@ -119,9 +123,9 @@ class Warpgroup:
             for e in range(2):
                 for i in range(4):
                     at = row + 8 * (i % 2), column + e + 8 * (i // 2)
-                    left[at] = _halves(a[i])[own, e]
+                    left[at] = _halves(a[i], dtype)[own, e]
                 for i in range(2):
-                    right[column + e + 8 * i, row] = _halves(b[i])[own, e]
+                    right[column + e + 8 * i, row] = _halves(b[i], dtype)[own, e]
                     acc[row + 8 * i, column + e] = c[2 * i + e][own]
             product = left @ right + acc
             for e in range(2):

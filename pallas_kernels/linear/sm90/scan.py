@@ -332,7 +332,7 @@ def _step(
         k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
         k_out = memory.k_out.at[stage] if channels else k
 
-        def along(first):
+        def along(first) -> Any:
             # With a decay per key channel it is in the operands.
             return None if channels else along_columns(memory.vectors.at[stage], first)
 

@@ -280,7 +280,7 @@ def _step(
         q, k, do, x = (ref.at[stage] for ref in memory[:4])
         k_out = memory.k_out.at[stage] if channels else k
 
-        def along(first):
+        def along(first) -> Any:
             # With a decay per key channel it is in the operands.
             return None if channels else along_columns(memory.vectors.at[stage], first)
 
