@@ -158,8 +158,8 @@ def gated_delta_rule(
         becomes NaN.
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
-      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer), for bfloat16, head
-        dims 128 and a decay per head; "xla"; or None for the fastest that supports the call.
+      implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer, a decay per head),
+        for bfloat16 and head dims 128; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with

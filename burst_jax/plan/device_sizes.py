@@ -45,6 +45,7 @@ class DeviceSizes:
       width: features of the residual stream.
       query: features of the device's query heads together.
       kv: features of its key heads together, and of its value heads.
+      gate: features of the output gate of attention; 0 without one.
       attended_kv: the same during attention, per token of the device: more than ``kv`` if Ulysses
         replicates key heads.
       heads: number of its query heads.
@@ -74,6 +75,7 @@ class DeviceSizes:
     width: int
     query: int
     kv: int
+    gate: int
     attended_kv: int
     heads: int
     hidden: int
@@ -110,7 +112,7 @@ class DeviceSizes:
 
     def projected(self, mixer: Mixer) -> int:
         """Features that the mixer's input projections make of a token."""
-        of_attention = self.query + 2 * self.kv
+        of_attention = self.query + 2 * self.kv + self.gate
         return of_attention if mixer == "attention" else self._of_delta_net.projected
 
     def products(self, mixer: Mixer) -> int:
@@ -195,7 +197,8 @@ def device_sizes(
         devices = strategy.expert_devices
         first, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
         assigned, sent = (devices * x / tokens for x in (first, slots(tokens, first)))
-    post_normed = 0 if config.norms_of("attention") == "before" else 2 * config.embed_dim
+    has_post_norms = any(config.norms_of(mixer) != "before" for mixer in config.mixers)
+    post_normed = 2 * config.embed_dim if has_post_norms else 0
     return DeviceSizes(
         mixers=tuple(kind.mixer for kind in config.layer_kinds),
         tokens=tokens,
@@ -203,6 +206,7 @@ def device_sizes(
         width=config.embed_dim,
         query=query,
         kv=kv,
+        gate=query if config.attention_gate else 0,
         attended_kv=max(kv, ulysses * head_features),
         heads=config.num_heads // tensor,
         hidden=((copies or 1) * config.mlp_dim + shared) // tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from burst_jax.errors import did_you_mean
-from burst_jax.layers.rope import Llama3Rope, YarnRope
+from burst_jax.layers.rope import Llama3Rope, Rope, YarnRope
 from burst_jax.models import DecoderConfig, DeltaNet, Experts, LayerKind, MixtureOfExperts
 
 _SIZES = (
@@ -29,12 +29,13 @@ _GPT_OSS = (
     }
     | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 )
-# Its full layers have an output gate, 0.1 of 80 billion weights, that is not counted.
 _QWEN_3_NEXT = {
-    "rope_theta": 1e7,
+    "rope": Rope(1e7, fraction=0.25),
+    "norm_offset": 1.0,
+    "attention_gate": True,
     "layer_pattern": (*[LayerKind(mixer="delta_net")] * 3, LayerKind()),
     "delta_net": DeltaNet(32, 16, 128, 128),
-    "experts": Experts(512, 10, shared_dim=512),
+    "experts": Experts(512, 10, shared_dim=512, shared_gate=True),
 }
 # Sizes, max_position_embeddings, and what differs from DecoderConfig's defaults.
 SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
