@@ -54,7 +54,10 @@ def check_chat_options(args: argparse.Namespace) -> None:
     if args.data is None:
         raise ValueError("--chat needs --data: JSON lines of conversations")
     if args.tokenizer is None and args.model is None:
-        raise ValueError("--chat needs a chat template: give --model, or --tokenizer in its folder")
+        raise ValueError(
+            "--chat needs a chat template: give --model, or --tokenizer with a tokenizer.json that "
+            "has chat_template.jinja next to it"
+        )
     if args.packing != "first_fit":
         raise ValueError(
             f"--packing is {args.packing}, which cuts conversations anywhere: leave it out"

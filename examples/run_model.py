@@ -20,7 +20,7 @@ from burst_jax.models import (
     check_trained_length,
     load_config,
 )
-from burst_jax.models.hf.peft import check_base
+from burst_jax.models.hf.peft import check_adapter
 
 # The sizes of the linear-attention layers of each --mixer.
 MIXERS: dict[str, type[DeltaNet] | None] = {
@@ -140,9 +140,10 @@ def make_config(
     if args.model is not None:
         config = load_config(args.model, **model_options(args))
         check_trained_length(config, "--seq-len", args.seq_len)
+        config = dataclasses.replace(config, lora=make_lora(args))
         if args.lora_export == "adapter":
-            check_base(config, args.model)
-        return dataclasses.replace(config, lora=make_lora(args))
+            check_adapter(config, args.model)
+        return config
     mlp_dim = args.mlp_dim
     if mlp_dim is None:
         mlp_dim = -(-args.embed_dim * 8 // (3 * 64)) * 64

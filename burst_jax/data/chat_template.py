@@ -22,6 +22,7 @@ FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 _MAX_TEMPLATE = 1 << 22
 # A template with blocks around what the assistant writes.
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # Names under which messages have the assistant's reasoning; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _REMEDY = (
@@ -146,7 +147,8 @@ class ChatTemplate:
 
     def marks_answers(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template has ``{% generation %}`` blocks around what the assistant writes."""
-        return _GENERATION.search(self._sources[self._which(tools)]) is not None
+        source = _COMMENT.sub("", self._sources[self._which(tools)])
+        return _GENERATION.search(source) is not None
 
     def knows_role(self, role: str) -> bool:
         """Whether a template has the role as a string."""
@@ -250,7 +252,13 @@ class ChatTemplate:
         while turns:
             text = render(count).text
             here = [i for i in turns if text.startswith(bounds[i][1])]
-            spans = tuple((len(bounds[i][0]), len(bounds[i][1])) for i in here)
+            if not here:
+                raise ValueError(
+                    f"{self._name} writes message {turns[-1]}, the assistant's, in another way "
+                    "each time: a template must write the same text for the same messages"
+                )
+            ends = ((len(bounds[i][0]), len(bounds[i][1])) for i in here)
+            spans = tuple((start, end) for start, end in ends if start < end)
             if spans:
                 found.append(Rendered(text, spans))
             turns = [i for i in turns if i not in here]

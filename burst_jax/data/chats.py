@@ -18,6 +18,8 @@ from burst_jax.json_files import parse
 
 TooLong = Literal["error", "cut"]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# What a template reads of a line, or of how it is rendered.
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 _FORMATS = (
     'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": '
     '"..."}]}, or {"prompt": ..., "completion": ...}'
@@ -187,7 +189,7 @@ class ChatTokens:
         """
         prompt, completion = record.get("prompt"), record.get("completion")
         strings = isinstance(prompt, str) and isinstance(completion, str)
-        if strings and "messages" not in record:
+        if strings and record.get("messages") is None:
             for key in ("tools", "chat_template_kwargs"):
                 if record.get(key) is not None:
                     raise ValueError(
@@ -203,7 +205,7 @@ class ChatTokens:
         if not found:
             raise ValueError(
                 f"{name} has no token that the assistant writes: each conversation needs a message "
-                'with the role "assistant" that the template renders'
+                'with the role "assistant" that the template renders, after at least one token'
             )
         return found
 
@@ -215,6 +217,11 @@ class ChatTokens:
         if variables is not None and not isinstance(variables, dict):
             raise ValueError(
                 f"{name} has {shown(variables)} under 'chat_template_kwargs': it must be an object"
+            )
+        if own := _OWN_VARIABLES.intersection(variables or ()):
+            raise ValueError(
+                f"{name} has {first_of(own)} under 'chat_template_kwargs', which has a key of its "
+                "own, or follows from what is rendered: remove it there"
             )
         tools = _tools_of(record, name)
         try:
@@ -261,6 +268,7 @@ class ChatTokens:
 
 def _messages_of(record: Mapping[str, Any], name: str) -> tuple[list[Any], int]:
     """The messages of a line, and the index of the first that is no prompt."""
+    record = {key: value for key, value in record.items() if value is not None}
     if "messages" in record:
         return record["messages"], 0
     if "prompt" in record and "completion" in record:

@@ -405,13 +405,16 @@ class GatedDeltaNet(nnx.Module):
             initial_state=None if before is None else before.state,
             return_final_state=return_state, **options,
         )  # fmt: skip
+        valid = None if segment_ids is None else segment_ids != options["padding_id"]
         if isinstance(found, tuple):
-            return layer._output(found[0], x), DeltaNetState(found[1], **tails)
-        return layer._output(found, x), None
+            return layer._output(found[0], x, valid), DeltaNetState(found[1], **tails)
+        return layer._output(found, x, valid), None
 
-    def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        """The output projection of the normalized, gated heads ``[B, T, N, Hv]``."""
+    def _output(self, out: jax.Array, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        """The output projection of the normalized, gated heads ``[B, T, N, Hv]``; 0 in padding."""
         gated = self.norm(out.astype(jnp.float32)) * self._output_gate(x)
+        if valid is not None:  # Padding may hold NaN, and so its gate.
+            gated = jnp.where(valid[..., None, None], gated, 0)
         tensor_axis = dict(self.options)["tensor_axis"]
         return project(self.out, gated.astype(out.dtype), summed_over=tensor_axis)
 

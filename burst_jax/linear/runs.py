@@ -127,8 +127,8 @@ def device_runs(
     if count != found[1].shape[1]:  # Longer sequences have more runs, not longer ones.
         raise NotImplementedError(
             f"layout is {layout!r}, in which neighboring tokens are on different devices: "
-            f"{function} needs 'zigzag' or 'contiguous', in all layers of the model; make batches "
-            "with to_layout(batch, 'zigzag', n)"
+            f"{function} needs 'zigzag' or 'contiguous', in all layers of the model and in its "
+            "batches; on a command line, --layout zigzag"
         )
     order = starts // (shards[0] // count)
     upward, devices = order[0, 0] == 0, np.arange(size)

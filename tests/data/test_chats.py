@@ -277,6 +277,33 @@ def test_bad_templates_raise(tmp_path):
         ChatTemplate("x").render([{**USER, "content": "\ufdd0"}])
 
 
+def test_an_answer_that_is_not_rendered_counts_nothing():
+    """Also not the token of what surrounds it."""
+    tokens = with_template("qwen", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    contents = "of t", "", "he ring", " of four"
+    roles = "user", "assistant", "user", "assistant"
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    (found,) = tokens.sequences(line(*messages), "a line,")
+    assert text_of(tokens, found) == " of four"
+    with pytest.raises(ValueError, match="no token that the assistant writes"):
+        tokens.sequences(line(*messages[:3]), "a line,")
+
+
+def test_a_comment_is_no_block():
+    source = "{# {% generation %} #}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    (found,) = ChatTemplate(source).answers([USER, ANSWER])
+    assert [found.text[a:b] for a, b in found.spans] == [ANSWER["content"] + "|"]
+
+
+def test_a_template_that_draws_raises():
+    source = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ range(99999) | random }}"
+    source = (
+        source.replace("{{ range", "{% if not add_generation_prompt %}{{ range") + "{% endif %}"
+    )
+    with pytest.raises(ValueError, match="message 1, the assistant's, in another way each time"):
+        ChatTemplate(source).answers([USER, ANSWER])
+
+
 # --- broken conversations ------------------------------------------------------------------------
 
 
@@ -308,6 +335,10 @@ BROKEN: list[tuple[Any, str]] = [
     (line(USER, ANSWER, chat_template_kwargs=[]), "has [] under 'chat_template_kwargs': it must"),
     (line(USER, {**ANSWER, "content": "\ud800"}), "a line, has half of a surrogate pair, which"),
     (line(ANSWER, USER), "a line, cannot be rendered: chat_template in"),
+    (
+        line(USER, ANSWER, chat_template_kwargs={"tools": []}),
+        "a line, has tools under 'chat_template_kwargs', which has a key of its own",
+    ),
 ]
 
 

@@ -78,6 +78,13 @@ def results(layer, layout="contiguous", shards=1, ids=SEGMENTS):
     return out, nnx.to_pure_dict(d_params), d_x
 
 
+def test_padding_may_hold_nan():
+    x = np.where((SEGMENTS == 0)[..., None], np.nan, X)
+    out = np.asarray(quick_jit(lambda x: make_layer()(x, None, SEGMENTS))(x))
+    assert not out[SEGMENTS == 0].any()
+    np.testing.assert_allclose(out, truth()[0], atol=2e-5)
+
+
 def test_equals_the_formula_on_one_device():
     got = results(make_layer())
     assert_close(got, truth(), 2e-6)

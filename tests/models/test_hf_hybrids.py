@@ -177,7 +177,7 @@ def test_other_forms_of_the_tensors_of_olmo_hybrid(written):
         weights_of(written("olmo_hybrid", equal))
 
 
-def test_float32_weights_are_not_rounded_to_the_dtype_of_others(written):
+def test_float32_weights_are_not_rounded_to_the_dtype_of_others(written, tmp_path):
     model = load(written("qwen3_5"), mesh=mesh_of(seq=1), dtype=jnp.bfloat16)
     found = flat_weights(nnx.state(model))
     rate = found["delta_net_layers", "attention", "A_log"]
@@ -186,6 +186,31 @@ def test_float32_weights_are_not_rounded_to_the_dtype_of_others(written):
     ]
     np.testing.assert_array_equal(rate, np.stack(layers))
     assert found["layers", "attention", "output_gate", "kernel"].dtype == jnp.bfloat16
+    save(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    np.testing.assert_array_equal(saved["model.layers.0.linear_attn.A_log"], layers[0])
+
+
+def test_experts_that_do_not_fit_are_no_experts(written):
+    """Of another number than the config's, and of both forms at once."""
+    tensors = hf_models.tensors("qwen3_next")
+    experts = json.loads(str(hf_models.golden("qwen3_next")["config"]))["num_experts"]
+    name = "model.layers.{}.mlp.experts."
+    more, both = dict(tensors), dict(tensors)
+    for layer in range(4):
+        own = {x: more.pop(x) for x in list(more) if x.startswith(name.format(layer))}
+        parts: Any = [
+            np.stack([own[f"{name.format(layer)}{e}.{part}_proj.weight"] for e in range(experts)])
+            for part in ("gate", "up", "down")
+        ]
+        gate, up, down = (np.concatenate([x, x[:1]]) for x in parts)
+        more[name.format(layer) + "gate_up_proj"] = np.concatenate([gate, up], 1)
+        more[name.format(layer) + "down_proj"] = down
+        both[name.format(layer) + "gate_up_proj"] = np.concatenate(parts[:2], 1)
+    with pytest.raises(ValueError, match=r"missing: .*experts\.0\.down_proj\.weight"):
+        weights_of(written("qwen3_next", more))
+    with pytest.raises(ValueError, match=r"gate_up_proj.* and .*experts\.0\.gate_proj.* two forms"):
+        weights_of(written("qwen3_next", both))
 
 
 # Sizes of published models, and the number of weights that transformers counts in them.
@@ -313,7 +338,11 @@ VALUE, UNSUPPORTED = ValueError, NotImplementedError
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, VALUE,
          "needs 4 entries, each 'full_attention' or 'linear_attention'"),
         ("qwen3_5", {"linear_conv_kernel_dim": 0}, VALUE, "linear_conv_kernel_dim is 0"),
-        ("qwen3_5", {"linear_num_key_heads": 3}, VALUE, "num_heads is 4, num_key_heads 3"),
+        ("qwen3_5", {"linear_num_key_heads": 3}, VALUE,
+         "linear_num_key_heads 3.*: num_heads is 4, num_key_heads 3"),
+        ("qwen3_5", {"linear_key_head_dim": None}, VALUE, "has linear_key_head_dim null: it must"),
+        ("qwen3_next", {"num_experts": None}, VALUE, "has num_experts null: it must be a number"),
+        ("qwen3_next", {"num_experts_per_tok": 9}, VALUE, "num_experts_per_tok 9.*: per_token is 9"),
         ("qwen3_5", {"full_attention_interval": 0}, VALUE, "full_attention_interval is 0"),
         ("qwen3_next", {"partial_rotary_factor": 1.5}, VALUE, "partial_rotary_factor 1.5: it"),
         ("qwen3_next", {"partial_rotary_factor": 0.2}, VALUE, "fraction 0.2, 3 features: RoPE"),

@@ -176,13 +176,12 @@ class Family:
             scalar = values["query_pre_attn_scalar"]
             fields["attention_scale"] = None if scalar is None else scalar**-0.5
         if self.experts:
-            given = ((field, values[key]) for key, field in self.experts.items())
-            numbers = {field: value for field, value in given if value is not None}
-            fields["experts"] = Experts(**numbers | dict(self.expert_fields))
+            needed = "count", "per_token"
+            fields["experts"] = _made(Experts, values, self.experts, self.expert_fields, needed)
             fields["feed_forward"] = MixtureOfExperts
         if any(kind.mixer == "delta_net" for kind in fields["layer_pattern"]):
-            sizes = {field: values[key] for key, field in self.linear.items()}
-            fields["delta_net"] = DeltaNet(**sizes | dict(self.linear_fields))
+            needed = self.linear.values()
+            fields["delta_net"] = _made(DeltaNet, values, self.linear, self.linear_fields, needed)
         return DecoderConfig(**fields | dict(self.fields))
 
     def write(self, config: DecoderConfig, max_length: int) -> dict[str, Any]:
@@ -260,6 +259,38 @@ class Family:
             LINEAR: LayerKind(mixer="delta_net"),
         }
         return tuple(kinds[kind] for kind in types)
+
+
+def _made[Sizes](
+    make: type[Sizes],
+    values: Mapping[str, Any],
+    keys: Mapping[str, str],
+    others: Mapping[str, Any],
+    needed: Collection[str],
+) -> Sizes:
+    """Sizes whose fields are the values of keys, of two keys the last one that is not null.
+
+    Args:
+      make: the class.
+      values: ``config.json``, with defaults.
+      keys: the fields by key.
+      others: further fields.
+      needed: fields that must not be null.
+
+    Raises:
+      ValueError: they do not fit together, or one is missing; with the keys, not the fields.
+    """
+    given = {field: values[key] for key, field in keys.items() if values[key] is not None}
+    of_keys = ", ".join(f"{key} {shown(values[key])}" for key in keys)
+    for field in needed:
+        if field in given or field in others:
+            continue
+        names = [key for key, of in keys.items() if of == field]
+        raise ValueError(f"config.json has {' or '.join(names)} null: it must be a number")
+    try:
+        return make(**given | dict(others))
+    except ValueError as error:
+        raise ValueError(f"config.json has {of_keys}: {error}") from None
 
 
 def _type(kind: LayerKind) -> str:

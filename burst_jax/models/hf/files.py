@@ -72,7 +72,8 @@ class TensorFiles:
                     continue
                 if name in self._places:
                     raise ValueError(
-                        f"{printable(path)} has {first_of([name])}, which another file has, too"
+                        f"{printable(path)} has {first_of([name])} again, under this or another "
+                        "name: the checkpoint must have one"
                     )
                 self._places[name] = file, stored
         if quantization == MXFP4:

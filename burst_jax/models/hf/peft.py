@@ -87,20 +87,10 @@ def save_adapter(
     lora, config = model.config.lora, model.config
     if lora is None:
         raise ValueError("model has no adapters: add some with add_lora; save writes a whole model")
-    if ROUTER in config.adapted:
-        raise NotImplementedError(
-            "model has an adapter of the router, which peft does not support: use targets without "
-            "it, or save the merged model"
-        )
-    check_base(config, base)
+    check_adapter(config, base)
     arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
     names = _family(config).names
     kernels = [names[*path[:-1], "kernel"] for path in arrays]
-    if joined := sorted({_module(kernel) for kernel in kernels if isinstance(kernel, Joined)}):
-        raise NotImplementedError(
-            f"model has adapters of parts of {', '.join(joined)}, which in peft have one adapter "
-            "for all parts: use targets without them, or save the merged model"
-        )
     alpha = float(lora.divisor if lora.alpha is None else lora.alpha)
     written = {
         "peft_type": "LORA",
@@ -170,15 +160,32 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     return nnx.merge(graphdef, with_weights(adapters, values), nnx.state(model))
 
 
-def check_base(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
-    """Raises NotImplementedError if ``base`` is not of the decoder's family.
+def check_adapter(config: DecoderConfig, base: str | PathLike[str] | None) -> None:
+    """Raises NotImplementedError if peft cannot express the adapters of a decoder.
 
-    For a model of text and images peft would also match the vision layers' projections.
+    Those of a router, those of parts of a larger projection, and those of a ``base`` that is a
+    model of text and images: peft would also match the vision layers' projections.
     """
+    if ROUTER in config.adapted:
+        raise NotImplementedError(
+            "model has an adapter of the router, which peft does not support: use targets without "
+            "it, or save the merged model"
+        )
+    family, stacks = _family(config), layers_of_stacks(config)
+    adapted = (
+        kernel
+        for path, kernel in family.names.items()
+        if path[0] in stacks and path[-1] == "kernel" and path[-2] in config.adapted
+    )
+    if joined := sorted({_module(kernel) for kernel in adapted if isinstance(kernel, Joined)}):
+        raise NotImplementedError(
+            f"model has adapters of parts of {', '.join(joined)}, which in peft have one adapter "
+            "for all parts: use targets without them, or save the merged model"
+        )
     path = None if base is None else Path(base) / "config.json"
     if path is None or config.hf_config is None or not path.exists():
         return
-    there, here = read_object(path).get("model_type"), _family(config).model_type
+    there, here = read_object(path).get("model_type"), family.model_type
     if there != here:
         raise NotImplementedError(
             f"base is {printable(base)}, with model_type {shown(there)}, and the decoder is a "

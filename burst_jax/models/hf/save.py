@@ -59,7 +59,7 @@ def save(
     Args:
       model: the decoder, with weights on any mesh.
       folder: a folder that does not exist, or is empty, and is not a mount point.
-      dtype: of the tensors; None is that of the weights.
+      dtype: of the tensors; None is that of each weight: some are always float32, like ``A_log``.
       max_length: ``max_position_embeddings`` of ``config.json``; None is that of the loaded
         checkpoint. Required for a decoder that was not loaded.
       max_file_bytes: size of tensors at which a new file starts. Default: 5 GB.
@@ -76,17 +76,18 @@ def save(
     """
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes}: it must be at least 1")
-    dtype = jnp.dtype(model.config.param_dtype if dtype is None else dtype)
-    written, family = config_json(model.config, dtype, max_length)
+    of_most = jnp.dtype(model.config.param_dtype if dtype is None else dtype)
+    written, family = config_json(model.config, of_most, max_length)
     if model.config.lora is not None:
-        model = merge_lora(model, param_dtype=dtype)
+        model = merge_lora(model, param_dtype=of_most)
     state = nnx.state(model)
-    weights = weights_of(state, family, model.config)
-    files = _assign_files(weights, dtype, max_file_bytes)
+    weights, arrays = weights_of(state, family, model.config), flat_weights(state)
+    item = {path: jnp.dtype(dtype or x.dtype).itemsize for path, x in arrays.items()}
+    files = _assign_files(weights, item, max_file_bytes)
     texts = {"config.json": written}
     if len(files) > 1:
-        texts[INDEX] = _index(files, dtype)
-    write_folder(Path(folder), files, flat_weights(state), dtype, texts)
+        texts[INDEX] = _index(files, item)
+    write_folder(Path(folder), files, arrays, None if dtype is None else of_most, texts)
 
 
 def check_save_folder(folder: str | PathLike[str]) -> None:
@@ -130,10 +131,13 @@ def write_folder(
     folder: Path,
     files: Files,
     arrays: Mapping[tuple[str, ...], jax.Array],
-    dtype: jnp.dtype,
+    dtype: jnp.dtype | None,
     texts: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Writes tensors, from weights by path, and JSON files into a new folder, see :func:`save`."""
+    """Writes tensors, from weights by path, and JSON files into a new folder, see :func:`save`.
+
+    ``dtype`` None is that of each weight.
+    """
     writer = _Writer(folder, dtype)
     try:
         by_first_process(writer.begin)
@@ -155,7 +159,7 @@ class _Writer:
     It writes into a temporary folder next to the final one, and renames that when complete.
     """
 
-    def __init__(self, folder: Path, dtype: jnp.dtype) -> None:
+    def __init__(self, folder: Path, dtype: jnp.dtype | None) -> None:
         self._given, self._final, self._dtype = folder, folder.resolve(), dtype
         self._temporary: Path | None = None
         self._content: dict[str, np.ndarray] = {}
@@ -176,7 +180,7 @@ class _Writer:
         """Adds a tensor to the next file. Errors are raised in ``write``, after all gathers."""
         if self._error is None:
             try:
-                array = np.asarray(whole).astype(self._dtype, copy=False)
+                array = np.asarray(whole).astype(self._dtype or whole.dtype, copy=False)
                 self._content[name] = weight.to_tensor(array, self._content.get(name))
             except Exception as error:
                 self._error = error
@@ -218,14 +222,19 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _assign_files(weights: list[Weight], dtype: jnp.dtype, max_file_bytes: int) -> Files:
-    """Assigns tensors to files of at most this size, layer by layer."""
+def _assign_files(
+    weights: list[Weight], item: Mapping[tuple[str, ...], int], max_file_bytes: int
+) -> Files:
+    """Assigns tensors to files of at most this size, layer by layer.
+
+    ``item`` has the bytes of an element, by the weight's path.
+    """
     files: list[list[Part]] = [[]]
     size = 0
     for tensor in in_order(weights):
         same = bool(files[-1]) and files[-1][-1][0] == tensor[0]
         # All parts of a tensor are in the file of the first one.
-        more = 0 if same else int(np.prod(tensor[1].tensor_shape)) * dtype.itemsize
+        more = 0 if same else int(np.prod(tensor[1].tensor_shape)) * item[tensor[1].path]
         if files[-1] and size + more > max_file_bytes and not same:
             files.append([])
             size = 0
@@ -250,14 +259,11 @@ def in_order(weights: list[Weight]) -> Iterator[Part]:
     yield from sorted(parts, key=lambda part: ([part[1].layers[i] for i in part[2][:1]], part[0]))
 
 
-def _bytes(weight: Weight, dtype: jnp.dtype) -> int:
-    return int(np.prod(weight.shape)) * dtype.itemsize
-
-
-def _index(files: Files, dtype: jnp.dtype) -> dict[str, Any]:
+def _index(files: Files, item: Mapping[tuple[str, ...], int]) -> dict[str, Any]:
     tensors = [(name, file, weight) for file, some in files.items() for name, weight, _ in some]
+    size = sum(int(np.prod(weight.shape)) * item[weight.path] for _, _, weight in tensors)
     return {
-        "metadata": {"total_size": sum(_bytes(weight, dtype) for _, _, weight in tensors)},
+        "metadata": {"total_size": size},
         "weight_map": {name: file for name, file, _ in tensors},
     }
 

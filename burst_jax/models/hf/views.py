@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from burst_jax.errors import first_of
 from burst_jax.models.hf.files import TensorFiles
 
 
@@ -45,6 +46,9 @@ def add_views(
       shapes: of the family's tensors, by name.
       layers: number of layers.
       experts: number of experts.
+
+    Raises:
+      ValueError: there are tensors of both forms.
     """
     present = set(files.names)
     for form in forms:
@@ -57,8 +61,14 @@ def add_views(
             views = {}
             for expert in range(experts) if per_expert else (None,):
                 names = [name.format(layer=layer, expert=expert) for name in form.names]
-                views |= _views(files, stored, {name: shapes[name] for name in names}, expert)
+                wanted = {name: shapes[name] for name in names}
+                views |= _views(files, stored, wanted, expert, experts)
             if views:
+                if twice := sorted(present.intersection(views).difference(stored)):
+                    raise ValueError(
+                        f"the checkpoint has {first_of(stored)} and {first_of(twice)}, which are "
+                        "the same weights in two forms: save it again with those of one form"
+                    )
                 files.replace(stored, views)
 
 
@@ -67,6 +77,7 @@ def _views(
     stored: Sequence[str],
     shapes: Mapping[str, tuple[int, ...]],
     expert: int | None,
+    experts: int,
 ) -> dict[str, RowsView]:
     """Views with these shapes of stored tensors; none if the shapes do not fit, or are the same."""
     lead = 0 if expert is None else 1
@@ -77,7 +88,7 @@ def _views(
     if found == wanted or not ranks or not same_rest:
         return {}
     rows = sum(shape[lead] for shape in found)
-    if rows != sum(shape[0] for shape in wanted) or (lead and found[0][0] <= (expert or 0)):
+    if rows != sum(shape[0] for shape in wanted) or (lead and found[0][0] != experts):
         return {}
     slices, first, views = [files.slice_of(name) for name in stored], 0, {}
     for name, shape in shapes.items():
