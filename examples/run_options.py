@@ -340,15 +340,24 @@ def prepare(args: argparse.Namespace) -> RunConfig:
             f"--expert-axes is {args.expert_axes}: the model has no experts; leave it out"
         )
     check_split(args, config, mesh)
-    about = ""
-    if isinstance(tokens, ChatTokens):
-        try:
-            vocabulary = args.vocab_size or config.vocab_size
-            about = check_conversations(args, corpus, tokens, vocabulary)
-        except ValueError as error:
-            names = {"too_long='cut'": "--long-chats cut", "seq_len": "--seq-len"}
-            raise ValueError(in_flags(error, **names)) from error
+    about = about_chats(args, corpus, tokens, config)
     return RunConfig(mesh, axes, config, tokens, text, held_out, about)
+
+
+def about_chats(
+    args: argparse.Namespace,
+    corpus: Corpus,
+    tokens: ByteTokens | TokenizerFile | ChatTokens | None,
+    config: DecoderConfig,
+) -> str:
+    """What the conversations are, "" without; raises ValueError if some cannot be used."""
+    if not isinstance(tokens, ChatTokens):
+        return ""
+    try:
+        return check_conversations(args, corpus, tokens, args.vocab_size or config.vocab_size)
+    except ValueError as error:
+        names = {"too_long='cut'": "--long-chats cut", "seq_len": "--seq-len"}
+        raise ValueError(in_flags(error, **names)) from error
 
 
 def check_model(folder: Path) -> None:

@@ -158,9 +158,8 @@ class ChatTokens:
         Raises:
           ValueError: there is no template, or messages are not valid, or the template raises.
         """
-        name = "the conversation,"
-        _check_messages(messages, name, self._template)
-        template = self._with_template(name)
+        name, template = "the conversation,", self._with_template("the conversation")
+        _check_messages(messages, name, template)
         text = template.render(messages, tools=tools, add_generation_prompt=True).text
         return self._encoded(Rendered(text, ()), name).tokens
 
@@ -170,6 +169,7 @@ class ChatTokens:
         Raises:
           ValueError: there is no template, or it has no conversation of a question and an answer.
         """
+        self._with_template("a conversation")
         chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
         answer = self.sequences({"messages": chat}, "a conversation of two messages,")[-1]
         added = self._tokens.tokenizer.get_added_tokens_decoder()
@@ -212,7 +212,7 @@ class ChatTokens:
     def _conversation(self, record: Mapping[str, Any], name: str) -> list[ChatSequence]:
         messages, first = _messages_of(record, name)
         _check_messages(messages, name, self._template)
-        template = self._with_template(name)
+        template = self._with_template(name, ", or write prompt and completion as strings")
         variables = record.get("chat_template_kwargs")
         if variables is not None and not isinstance(variables, dict):
             raise ValueError(
@@ -257,11 +257,11 @@ class ChatTokens:
             weights[(offsets[:, 0] < end) & (offsets[:, 1] > start)] = 1
         return ChatSequence(tokens, weights)
 
-    def _with_template(self, name: str) -> ChatTemplate:
+    def _with_template(self, name: str, other_remedy: str = "") -> ChatTemplate:
         if self._template is None:
             raise ValueError(
                 f"{name} has messages, and there is no chat template: add chat_template.jinja to "
-                "the tokenizer's folder, or write prompt and completion as strings"
+                f"the tokenizer's folder{other_remedy}"
             )
         return self._template
 

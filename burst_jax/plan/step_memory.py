@@ -210,7 +210,7 @@ def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, ker
 
 
 def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
-    """Bytes of so many arrays of the size of v, and of q and k together."""
+    """Bytes of arrays: how many have the size of v, and how many that of q and k together."""
     d = s.delta_net
     assert d is not None
     of_values, of_keys = arrays

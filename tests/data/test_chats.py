@@ -121,10 +121,9 @@ def test_prompt_and_completion_as_strings_start_as_a_text_does_and_end_with_eos(
         assert found.tokens.tolist() == peer.encode(f"the ring of four{eos}").ids
         assert text_of(tokens, found) == f" of four{eos}"
     (found,) = tokens.sequences({"prompt": "", "completion": "the ring"}, "")
-    # Without a token before it, the first one cannot be predicted.
-    first = int(name == "qwen")
-    assert found.weights[first or 1 :].all()
-    assert not found.weights[: first or 1].any()
+    # BOS, or without it the first of the completion, which no token predicts.
+    assert found.weights[1:].all()
+    assert found.weights[0] == 0
 
 
 def test_variables_of_a_line_reach_the_template():
@@ -159,8 +158,8 @@ def written(folder, files):
 
 
 ENTRIES = [
-    ({"name": "default", "template": "{{ eos_token }}config"}),
-    ({"name": "tool_use", "template": "config, {{ tools | length }} tools"}),
+    {"name": "default", "template": "{{ eos_token }}config"},
+    {"name": "tool_use", "template": "config, {{ tools | length }} tools"},
 ]
 FILES: list[Any] = [
     ({"tokenizer_config.json": {"chat_template": "one"}}, "one", "one"),
@@ -376,9 +375,15 @@ def test_wrong_tokenizers_of_conversations_raise():
         ChatTokens(tokens, None, too_long="drop")  # pyrefly: ignore
     with pytest.raises(ValueError, match="eos_token is '</s>', which TokenizerFile"):
         ChatTokens(tokens, None, eos_token="</s>")
-    with pytest.raises(
-        ValueError, match="a line, has messages, and there is no chat template: add"
+    without = ChatTokens(tokens, None)
+    lacking = "has messages, and there is no chat template: add chat_template.jinja to the tokenize"
+    with pytest.raises(ValueError, match=f"^a line, {lacking}.* folder, or write prompt and c"):
+        without.sequences(line(USER, ANSWER), "a line,")
+    for name, call in (
+        ("the conversation", lambda: without.prompt([USER])),
+        ("a conversation", without.end_of_turn),
     ):
-        ChatTokens(tokens, None).sequences(line(USER, ANSWER), "a line,")
+        with pytest.raises(ValueError, match=f"^{name} {lacking}r's folder$"):
+            call()
     with pytest.raises(ValueError, match="ends with EOS, and there is no EOS token: add eos_token"):
-        ChatTokens(tokens, None).sequences({"prompt": "a", "completion": "b"}, "a line,")
+        without.sequences({"prompt": "a", "completion": "b"}, "a line,")

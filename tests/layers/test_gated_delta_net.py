@@ -9,24 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_model
 import pytest
 import qwen3_next_layer
+from delta_net_layers import HV, SEGMENTS, B, D, H, Layers, N, T, X, results
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import assert_close, mesh_of, random_like
+from meshes import assert_close, mesh_of
 
 from burst_jax import GatedDeltaNet, from_layout, positions, to_layout
 from burst_jax.layers.gated_delta_net import DECAY_RATES, TIME_STEPS
 
-B, T, D, N, K, H, HV = 2, 32, 24, 4, 2, 6, 10
-X = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
-COTANGENT = np.random.default_rng(2).standard_normal((B, T, D))
-# Two documents, the first of which ends inside of a shard, and padding inside and at the end.
-SEGMENTS = np.ones((B, T), np.int32)
-SEGMENTS[0, 11:], SEGMENTS[0, 20:23], SEGMENTS[0, 5], SEGMENTS[1, 29:] = 2, 0, 0, 0
+K = 2
 
 
 def created(**changes: Any):
@@ -35,47 +30,8 @@ def created(**changes: Any):
     return GatedDeltaNet(D, N, **options)
 
 
-@functools.cache
-def weights():
-    """By one program."""
-    state = quick_jit(lambda: nnx.state(created()))()
-    # A scale of 1 would hide a missing product.
-    state["norm"]["scale"] = state["norm"]["scale"].replace(jnp.linspace(0.5, 2.0, HV))
-    return state
-
-
-def make_layer(**options: Any):
-    return nnx.merge(nnx.split(nnx.eval_shape(lambda: created(**options)))[0], weights())
-
-
-@functools.cache
-def truth():
-    params = nnx.to_pure_dict(weights())
-    out, gradients = plain_model.gradients(
-        lambda params, x: plain_model.gated_delta_net(params, x, SEGMENTS), COTANGENT, params, X
-    )
-    return out, *gradients
-
-
-def results(layer, layout="contiguous", shards=1, ids=SEGMENTS):
-    """Output and gradients in natural order, of a call that checks its positions."""
-    graphdef, params = nnx.split(layer)
-
-    @quick_jit
-    def run(params, x):
-        def f(params, x):
-            x, segments = to_layout((x, jnp.asarray(ids)), layout, shards)
-            order = jnp.asarray(positions(layout, T, shards))
-            return from_layout(nnx.merge(graphdef, params)(x, order, segments), layout, shards)
-
-        out, vjp = jax.vjp(f, params, x)
-        cotangent = jnp.asarray(COTANGENT, jnp.float32)
-        if jax.sharding.get_abstract_mesh().explicit_axes:
-            cotangent = jax.reshard(cotangent, jax.typeof(out).sharding)
-        return out, *vjp(cotangent)
-
-    out, d_params, d_x = jax.device_get(run(params, X))
-    return out, nnx.to_pure_dict(d_params), d_x
+LAYERS = Layers(created)
+make_layer = LAYERS.make
 
 
 def test_padding_may_hold_nan():
@@ -87,7 +43,7 @@ def test_padding_may_hold_nan():
 
 def test_equals_the_formula_on_one_device():
     got = results(make_layer())
-    assert_close(got, truth(), 2e-6)
+    assert_close(got, LAYERS.truth, 2e-6)
     assert not got[0][SEGMENTS == 0].any()
 
 
@@ -105,7 +61,7 @@ def test_equals_the_formula_on_a_mesh(layout, sizes, kind):
     with jax.set_mesh(mesh_of(kind, **sizes)):
         layer = make_layer(batch_axis="data", tensor_axis=tensor_axis, layout=layout)
         got = results(layer, layout, sizes["seq"])
-    assert_close(got, truth(), 2e-6)
+    assert_close(got, LAYERS.truth, 2e-6)
 
 
 def test_inside_a_shard_map():
@@ -138,12 +94,12 @@ def test_inside_a_shard_map():
     order = positions("zigzag", T, 2)
     with jax.set_mesh(mesh):
         out = run(nnx.to_pure_dict(params), x, order, ids)
-    assert_close(from_layout(out, "zigzag", 2), truth()[0], 2e-6)
+    assert_close(from_layout(out, "zigzag", 2), LAYERS.truth[0], 2e-6)
 
 
 def test_prefill_and_steps_continue_the_sequence():
     """Prompts of different lengths in a permuted order, then token by token."""
-    want = truth()[0]
+    want = LAYERS.truth[0]
     mesh, lengths = mesh_of(seq=2), np.asarray([24, 16])
     ids = np.where(np.arange(T) < lengths[:, None], SEGMENTS, 0)
     layer = make_layer(mesh=mesh, layout="zigzag")
@@ -205,7 +161,7 @@ def test_parts_of_sequences_continue_their_states():
 
 def test_half_precision_and_dtypes():
     out = quick_jit(make_layer(dtype=jnp.bfloat16))(X)
-    want = truth()[0]
+    want = LAYERS.truth[0]
     first = SEGMENTS[1] == 1  # Without ids the first document of a sequence is the same.
     assert out.dtype == jnp.bfloat16
     error = np.asarray(out, np.float64)[1, first] - want[1, first]

@@ -43,8 +43,7 @@ MIXTURE: Any = dataclasses.replace(
     feed_forward=MixtureOfExperts,
     experts=Experts(6, 2, shared_dim=16, balance_loss=0.5, z_loss=0.1),
 )
-
-
+# Without further rounds, which one case has.
 ONE_ROUND = dataclasses.replace(MIXTURE.experts, capacity_factor=None)
 
 
@@ -97,11 +96,7 @@ def plain_losses(steps):
         pytest.param(
             (2, 1, 2, 1, 1),
             AxisType.Explicit,
-            # Without further rounds, which the other case has.
-            {
-                "remat": "half",
-                "experts": dataclasses.replace(MIXTURE.experts, capacity_factor=None),
-            },
+            {"remat": "half", "experts": ONE_ROUND},
             "data",
             20,
             marks=pytest.mark.slow,
