@@ -252,7 +252,7 @@ class ChatTemplate:
         while turns:
             text = render(count).text
             here = [i for i in turns if text.startswith(bounds[i][1])]
-            if not here:
+            if not here and count == turns[-1] + 1:
                 raise ValueError(
                     f"{self._name} writes message {turns[-1]}, the assistant's, in another way "
                     "each time: a template must write the same text for the same messages"
