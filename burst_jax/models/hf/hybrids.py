@@ -33,7 +33,7 @@ _STACK, _DELTA_NET, _ATTENTION = (
     ("layers", "attention"),
 )
 _MIXER = LAYER + "linear_attn."
-# Names of both kinds of layers that differ between the families only in the feed-forward's.
+# The convolutions of queries, keys and values, one after the other.
 _CONV = Joined(_MIXER + "conv1d.weight")
 
 
