@@ -354,6 +354,7 @@ def test_a_cache_can_be_extended_until_it_is_full():
 TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
+    "olmo_hybrid": ({"seq": 2, "tensor": 2}, "zigzag", 350),
 }
 
 
