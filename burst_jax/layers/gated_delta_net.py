@@ -254,8 +254,11 @@ class GatedDeltaNet(nnx.Module):
           ``(out, state)``.
 
         Raises:
-          NotImplementedError: a balanced layout.
+          ValueError: as in the call, or the state has another shape.
+          NotImplementedError: a striped or balanced layout.
         """
+        if state is not None:
+            self._check_state(state, x.shape[0])
         out, after = self._mix(x, segment_ids, before=state, return_state=True)
         assert after is not None
         return out, after
@@ -294,11 +297,7 @@ class GatedDeltaNet(nnx.Module):
         """
         if x.ndim != 2:
             raise ValueError(f"x has shape {x.shape}: a step needs [B, features], one token each")
-        if state.query.shape[0] != x.shape[0]:
-            raise ValueError(
-                f"x has shape {x.shape}, and the state is that of {state.query.shape[0]} "
-                "sequences: pass one token for each of them"
-            )
+        self._check_state(state, x.shape[0])
         layer = gather_explicit(self)
         x = x[:, None]
         mixed, tails = [], []
@@ -424,6 +423,16 @@ class GatedDeltaNet(nnx.Module):
         if mesh is None and jax.sharding.get_abstract_mesh().empty:
             return None
         return resolve_mesh(mesh)
+
+    def _check_state(self, state: DeltaNetState, batch: int) -> None:
+        """Raises ValueError for a state of another number of sequences, or of other sizes."""
+        wanted = jax.eval_shape(lambda: self.initial_state(batch, jnp.float32))
+        for name, given, own in zip(state._fields, state, wanted, strict=True):
+            if given.shape != own.shape:
+                raise ValueError(
+                    f"state.{name} has shape {given.shape}, and of x's {batch} sequences it has "
+                    f"{own.shape}: pass the state that this layer returned for them"
+                )
 
     def _check_local_heads(self) -> None:
         """Raises ValueError unless devices along ``tensor_axis`` have different heads."""

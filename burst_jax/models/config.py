@@ -33,15 +33,15 @@ class LayerKind:
     Attributes:
       window: number of tokens that a token attends to, itself and those before it, or None for all.
       rope: the layer's RoPE; None is the decoder's.
-      mixer: "attention" (softmax), or "delta_net", Gated DeltaNet with the decoder's sizes, which
-        has neither window nor RoPE.
+      mixer: "attention" (softmax), or "delta_net", linear attention of the kind and sizes of the
+        decoder's ``delta_net``, which has neither window nor RoPE.
       norms: which RMS norms attention and feed-forward have: "before" of their inputs, "after" of
         their outputs, which are then added to the residual stream (OLMo 2), or "both". None is
         "both" with the decoder's ``post_norms``, else "before".
 
     Raises:
       ValueError: a window that is not from 1 to 2**31 - 1, an unknown mixer or norms, or a window
-        or RoPE of Gated DeltaNet.
+        or RoPE of linear attention.
     """
 
     window: int | None = None
@@ -135,7 +135,7 @@ class DecoderConfig:
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
         fit together; a number that is not positive and finite; an unknown remat or activation;
-        layers of Gated DeltaNet without its sizes, or sizes without layers; a field of softmax
+        layers of linear attention without its sizes, or sizes without layers; a field of softmax
         attention without such layers.
       NotImplementedError: remat "half" with ``delta_net``.
     """
@@ -336,7 +336,7 @@ class DecoderConfig:
         return self.mixer_sizes(mixer) | self.feed_forward.projections(self)
 
     def mixer_sizes(self, mixer: Mixer) -> dict[str, tuple[int, int]]:
-        """``(inputs, outputs)`` of the projections of attention, or of Gated DeltaNet."""
+        """``(inputs, outputs)`` of the projections of softmax or linear attention."""
         if mixer == "delta_net":
             assert self.delta_net is not None
             return self.delta_net.projections(self.embed_dim)
@@ -351,7 +351,7 @@ class DecoderConfig:
         Each weight costs 6: a multiplication and an addition forward, twice that backward; frozen
         weights have no gradient and cost 4. Attention costs ``12 N H keys`` per layer: two products
         of ``2 N H keys`` forward, twice that backward. ``keys`` is a token's mean number of keys:
-        ``length / 2``, or less with a window. Gated DeltaNet costs ``18 N H Hv`` per layer
+        ``length / 2``, or less with a window. Linear attention costs ``18 N H Hv`` per layer
         (:class:`burst_jax.models.DeltaNet`). Recomputation does not count.
 
         Args:

@@ -67,7 +67,7 @@ class Decoder(nnx.Module):
     applies it to one chunk of tokens at a time.
 
     ``layers`` has the stacked weights of the layers with softmax attention, ``delta_net_layers``
-    those of the layers with Gated DeltaNet, each in the order of the layers.
+    those of the layers with linear attention, each in the order of the layers.
 
     Args:
       config: sizes and dtypes.
@@ -202,8 +202,8 @@ class Decoder(nnx.Module):
             reject_sharded(weights, shardings)
         if prefix_lengths is not None and "delta_net" in self.config.mixers:
             raise ValueError(
-                "prefix_lengths is given, and layers are Gated DeltaNet (delta_net), in which no "
-                "token reads a later one: leave it out"
+                "prefix_lengths is given, and layers have linear attention (delta_net), in which "
+                "no token reads a later one: leave it out"
             )
         shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
         for mixer in self.config.mixers:

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention or Gated DeltaNet, feed-forward, and their norms."""
+"""One layer of a decoder: attention or linear attention, feed-forward, and their norms."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[tuple[jax.Array, Any], Any]:
         """Runs the layer on the residual stream ``[B, T, D]``.
 
-        ``rope`` and ``local_window_size`` are those of the layer's kind, which Gated DeltaNet does
-        not read; ``attention_fn``, ``positions`` and ``document_tables`` those of
+        ``rope`` and ``local_window_size`` are those of the layer's kind, which linear attention
+        does not read; ``attention_fn``, ``positions`` and ``document_tables`` those of
         :meth:`burst_jax.BurstAttention.attend`. ``delta_net_fn`` is called in place of
         :meth:`burst_jax.GatedDeltaNet.mix`, with the layer, its input and ``segment_ids``.
 

@@ -132,7 +132,7 @@ class KimiDelta(DeltaNet):
 
 
 def check_config(config: Any) -> None:
-    """Raises for fields of a ``DecoderConfig`` that do not fit its Gated DeltaNet layers.
+    """Raises for fields of a ``DecoderConfig`` that do not fit its linear-attention layers.
 
     Raises:
       ValueError: layers without sizes, or sizes without layers; without softmax attention, one of
@@ -140,12 +140,14 @@ def check_config(config: Any) -> None:
       NotImplementedError: half-sequence remat.
     """
     if config.delta_net is not None and not isinstance(config.delta_net, DeltaNet):
-        raise ValueError(f"delta_net is {shown(config.delta_net)}: use a DeltaNet, or None")
+        raise ValueError(
+            f"delta_net is {shown(config.delta_net)}: use a DeltaNet, a KimiDelta, or None"
+        )
     has_layers = "delta_net" in config.mixers
     if has_layers and config.delta_net is None:
         raise ValueError(
             "delta_net is None, and layer_pattern has layers with mixer 'delta_net': pass their "
-            "sizes, delta_net=DeltaNet(...)"
+            "sizes, delta_net=DeltaNet(...) or KimiDelta(...)"
         )
     if config.delta_net is not None and not has_layers:
         raise ValueError(
@@ -167,12 +169,12 @@ def check_config(config: Any) -> None:
         if (value := getattr(config, name)) != defaults[name]:
             raise ValueError(
                 f"{name} is {shown(value)}, and delta_net is given: its layers have no softmax "
-                f"attention, which {name} is of; leave it out (DeltaNet has its own sizes)"
+                f"attention, which {name} is of; leave it out (delta_net has its own sizes)"
             )
 
 
 def check_options(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of a decoder that its Gated DeltaNet layers would ignore.
+    """Raises TypeError for options of a decoder that its linear-attention layers would ignore.
 
     Those of softmax attention are for its layers alone, but for ``ulysses_axis``: it shards the
     tokens of all layers.
@@ -185,6 +187,6 @@ def check_options(config: Any, options: Mapping[str, Any]) -> None:
         if name in ignored and value is not None:
             which = "some of the decoder's layers" if hybrid else "the decoder's layers"
             raise TypeError(
-                f"{name} is given, and {which} are Gated DeltaNet (delta_net), which accept "
+                f"{name} is given, and {which} have linear attention (delta_net), which accepts "
                 f"{', '.join(OPTIONS)}: leave it out"
             )

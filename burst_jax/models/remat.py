@@ -17,11 +17,11 @@ features, M the hidden features of the feed-forward)::
 starts with the last layers and frees what they stored before it reaches the other layers, whose
 recomputation needs more memory.
 
-Out is stored with its float32 log-sum-exp, one number per head; of Gated DeltaNet it is stored with
-the states before each run of tokens. Of a mixture of experts all but "half" and "full" store the
-experts of each token, k integers. The D in each line is the layer's input. "half" is half-sequence
-remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it recomputes up to half of the
-attention, because early tokens then have as many keys as late ones.
+Out is stored with its float32 log-sum-exp, one number per head; of linear attention it is stored
+with the states before each run of tokens. Of a mixture of experts all but "half" and "full" store
+the experts of each token, k integers. The D in each line is the layer's input. "half" is
+half-sequence remat (:mod:`burst_jax.ring.half_remat`). With sliding windows it recomputes up to
+half of the attention, because early tokens then have as many keys as late ones.
 """
 
 from __future__ import annotations

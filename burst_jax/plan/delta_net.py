@@ -15,8 +15,9 @@ backward, ms; pallas_kernels/EXPERIMENTS.md)::
     2 x 16,384          0.583 / 2.431       (what zigzag has of 32,768); on an H100 0.620 / 2.646
 
 Affine map and first state's gradient are those of heads that forget slowly; where all decays are
-strong they take 0.061 and 0.072. The numbers for Ampere are estimates: its code takes 1.31 / 3.84
-at 32,768 tokens on an H200, and by count 1.6 / 5.1 on an A100.
+strong they take 0.061 and 0.072. The numbers for Ampere are estimates: its code takes 1.19 / 3.71
+at 32,768 tokens on an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an
+H200, before X and P were computed in the scan's launch.
 """
 
 from __future__ import annotations

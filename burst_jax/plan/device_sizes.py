@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from burst_jax.models.config import DecoderConfig, Mixer
+from burst_jax.models.config import DecoderConfig, Mixer, Norms
 from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.experts.exchange import round_sizes, slots
 from burst_jax.models.feed_forward import GatedMLP
@@ -56,8 +57,8 @@ class DeviceSizes:
       assigned: rows of the experts' arrays per token: k, or those of a round of exchange.
       sent: rows that a round sends per token, empty ones included; 0 without an exchange.
       delta_net: of a layer with Gated DeltaNet; None without such layers.
-      normed: features that one layer's norms read, in total, with softmax attention.
-      post_normed: those of them that post-norms of attention and feed-forward read.
+      norms: the norms of the layers with each mixer.
+      head_normed: features that the norms of queries and keys read.
       vocab: its shard of the vocabulary.
       itemsize: bytes of an activation.
       param: bytes of a weight.
@@ -84,8 +85,8 @@ class DeviceSizes:
     assigned: float
     sent: float
     delta_net: DeltaNetSizes | None
-    normed: int
-    post_normed: int
+    norms: Mapping[Mixer, Norms]
+    head_normed: int
     vocab: int
     itemsize: int
     param: int
@@ -114,6 +115,16 @@ class DeviceSizes:
         """Features that the mixer's input projections make of a token."""
         of_attention = self.query + 2 * self.kv + self.gate
         return of_attention if mixer == "attention" else self._of_delta_net.projected
+
+    def normed(self, mixer: Mixer) -> int:
+        """Features that a layer's norms read, in total; not those of Gated DeltaNet's results."""
+        both = self.norms[mixer] == "both"
+        of_heads = self.head_normed if mixer == "attention" else 0
+        return (4 if both else 2) * self.width + of_heads
+
+    def post_normed(self, mixer: Mixer) -> int:
+        """Those of them that norms after attention and feed-forward read."""
+        return 0 if self.norms[mixer] == "before" else 2 * self.width
 
     def products(self, mixer: Mixer) -> int:
         """Weights of one layer that are multiplied with each of the device's tokens."""
@@ -197,8 +208,6 @@ def device_sizes(
         devices = strategy.expert_devices
         first, _ = round_sizes(tokens * copies, devices, experts.capacity_factor)
         assigned, sent = (devices * x / tokens for x in (first, slots(tokens, first)))
-    has_post_norms = any(config.norms_of(mixer) != "before" for mixer in config.mixers)
-    post_normed = 2 * config.embed_dim if has_post_norms else 0
     return DeviceSizes(
         mixers=tuple(kind.mixer for kind in config.layer_kinds),
         tokens=tokens,
@@ -215,8 +224,8 @@ def device_sizes(
         sent=sent,
         delta_net=of_delta_net,
         expert_hidden=config.mlp_dim // tensor,
-        normed=2 * config.embed_dim + post_normed + (query + kv if config.qk_norm else 0),
-        post_normed=post_normed,
+        norms={mixer: config.norms_of(mixer) for mixer in config.mixers},
+        head_normed=query + kv if config.qk_norm else 0,
         vocab=config.vocab_size // tensor,
         itemsize=jnp.dtype(config.dtype).itemsize,
         param=jnp.dtype(config.param_dtype).itemsize,

@@ -76,15 +76,14 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
     share = {"full": 0, "half": 1 / 2}.get(remat, 1)
     features = s.width
     if remat == "selective":
-        features = 2 * s.width + s.post_normed + 2 * s.held_hidden
+        features = 2 * s.width + s.post_normed(mixer) + 2 * s.held_hidden
     if remat == "none":
         # Norms save three float32 arrays each; then the inputs of attention and feed-forward, q, k,
         # v, and the hidden features.
         features = 2 * s.width + 2 * s.held_hidden + s.assigned * s.width
+        features += 3 * 4 / s.itemsize * s.normed(mixer)
         if mixer == "attention":
-            features += 3 * 4 / s.itemsize * s.normed + s.query + 2 * s.kv
-        else:
-            features += 3 * 4 / s.itemsize * (2 * s.width + s.post_normed)
+            features += s.query + 2 * s.kv
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
         size += _of_delta_net(s, _SAVED)

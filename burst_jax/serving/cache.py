@@ -15,7 +15,7 @@ tokens are distributed round-robin, so that the cache grows evenly::
 Layers with a window keep its cache positions in a ring buffer, where a cache position determines
 device and slot.
 
-Layers with Gated DeltaNet have no slots: their state has a fixed size
+Linear-attention layers have no slots: their state has a fixed size
 (:class:`burst_jax.layers.gated_delta_net.DeltaNetState`), and every device of a sequence has it.
 """
 
@@ -99,7 +99,7 @@ class Cache:
     """What all layers keep.
 
     Attributes:
-      layers: of each layer :class:`KeyValues`, or with Gated DeltaNet the ``DeltaNetState``.
+      layers: of each layer :class:`KeyValues`, or with linear attention the ``DeltaNetState``.
       slots: metadata for each distinct capacity (``Steps.capacities``).
       lengths: int32 ``[B]``, number of tokens of each sequence.
     """

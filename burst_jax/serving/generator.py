@@ -51,7 +51,7 @@ class Generator:
     Its keys and values stay on the devices that computed them. For each generated token, every
     device attends to its shard of the cache, with one all-gather of partial results per layer.
 
-    Layers with Gated DeltaNet scan the prompt over the devices. They keep a state of fixed size,
+    Linear-attention layers scan the prompt over the devices. They keep a state of fixed size,
     which each device of a sequence has and updates for every token.
 
     With a :class:`burst_jax.models.DynamicRope` keys keep the rotation that they were written with,
@@ -87,7 +87,7 @@ class Generator:
       ValueError: a number below 1, a ``max_length`` above 2**29, a batch that the mesh does not
         divide, a model with LoRA adapters, ``split_weights`` without rules, or a cache larger than
         the free memory of the devices, or of the host for CPU devices.
-      NotImplementedError: a model with a pipeline; Gated DeltaNet layers in a striped layout, or
+      NotImplementedError: a model with a pipeline; linear-attention layers in a striped layout, or
         with one tap.
     """
 

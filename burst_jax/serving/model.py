@@ -43,7 +43,7 @@ _SUPPORTED = (
 # The argument of a layer for what it calls, by its mixer.
 _ARGUMENTS: dict[Mixer, str] = {"attention": "attention_fn", "delta_net": "delta_net_fn"}
 # What a layer calls, with its index first: with softmax attention (query, key, value, axis,
-# **options), with Gated DeltaNet (layer, x, segment ids). It returns (out, the layer's cache).
+# **options), with linear attention (layer, x, segment ids). It returns (out, the layer's cache).
 Mix = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -166,7 +166,7 @@ class ServedModel:
         ]
 
     def initial_state(self, index: int, batch: int) -> DeltaNetState:
-        """The shapes of the state of a layer with Gated DeltaNet, ``jax.ShapeDtypeStruct`` each."""
+        """The shapes of the state of a linear-attention layer, ``jax.ShapeDtypeStruct`` each."""
         mixer, weights = self.config.layer_kinds[index].mixer, self.weights["layers"][index]
         layer: GatedDeltaNet = nnx.merge(self._layers[mixer], weights).attention
         return jax.eval_shape(partial(layer.initial_state, batch, self.config.dtype))
@@ -219,7 +219,7 @@ class ServedModel:
           positions: int32 ``[B, T]``, in each sequence.
           length: int32 scalar, tokens of the longest sequence of the batch, these included.
           present: int32 ``[B, T]``, 0 for padding, or None.
-          mix: what layers call in place of attention or Gated DeltaNet.
+          mix: what layers call in place of softmax or linear attention.
           gather: whether devices have different tokens, so that sharded weights are gathered, one
             layer ahead. Otherwise all have the same tokens, and compute with their shards.
 

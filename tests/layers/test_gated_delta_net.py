@@ -38,7 +38,7 @@ def test_padding_may_hold_nan():
     x = np.where((SEGMENTS == 0)[..., None], np.nan, X)
     out = np.asarray(quick_jit(lambda x: make_layer()(x, None, SEGMENTS))(x))
     assert not out[SEGMENTS == 0].any()
-    np.testing.assert_allclose(out, truth()[0], atol=2e-5)
+    np.testing.assert_allclose(out, LAYERS.truth[0], atol=2e-5)
 
 
 def test_equals_the_formula_on_one_device():
@@ -215,8 +215,14 @@ def test_wrong_calls():
         ValueError, match=r"x has shape \(2, 32, 24\): a step needs \[B, features\]"
     ):
         layer.step(X, layer.initial_state(B))
-    with pytest.raises(ValueError, match=r"x has shape \(2, 24\), and the state is that of 3 seq"):
+    wrong = r"state.state has shape \(3, 4, 6, 10\), and of x's 2 sequences it has \(2, 4, 6, 10\)"
+    with pytest.raises(ValueError, match=wrong):
         layer.step(X[:, 0], layer.initial_state(3))
+    with pytest.raises(ValueError, match=wrong):
+        layer.prefill(X, None, layer.initial_state(3))
+    shorter = layer.initial_state(B)._replace(value=jnp.zeros((B, 2, 4, 10)))
+    with pytest.raises(ValueError, match=r"state.value has shape \(2, 2, 4, 10\)"):
+        layer.prefill(X, None, shorter)
     with pytest.raises(ValueError, match="batch is 0: it must be an integer"):
         layer.initial_state(0)
     layer = make_layer(mesh=mesh_of(seq=2), layout="zigzag")

@@ -302,7 +302,7 @@ def test_a_decoder_without_softmax_attention_has_no_table_of_rope():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"delta_net": 3}, ValueError, "delta_net is 3: use a DeltaNet, or None"),
+        ({"delta_net": 3}, ValueError, "delta_net is 3: use a DeltaNet, a KimiDelta, or None"),
         (
             {"num_heads": 8},
             ValueError,
@@ -344,10 +344,12 @@ def test_sizes_are_checked():
 @pytest.mark.parametrize("name", ["dropout_rate", "scale", "ulysses_axis"])
 def test_options_of_attention_raise(name):
     options: Any = {name: 0.5}
-    with pytest.raises(TypeError, match=f"{name} is given, and the decoder's layers are Gated"):
+    with pytest.raises(
+        TypeError, match=f"{name} is given, and the decoder's layers have linear attention"
+    ):
         abstract_decoder(CONFIG, **options)
     if name == "ulysses_axis":
-        message = "ulysses_axis is given, and some of the decoder's layers are Gated"
+        message = "ulysses_axis is given, and some of the decoder's layers have linear"
         with pytest.raises(TypeError, match=message):
             abstract_decoder(HYBRID, **options)
 
@@ -358,7 +360,9 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
     model: Decoder = nnx.merge(graphdef, shapes)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-    with pytest.raises(ValueError, match=r"prefix_lengths is given, and layers are Gated Delta"):
+    with pytest.raises(
+        ValueError, match=r"prefix_lengths is given, and layers have linear attention"
+    ):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
     with pytest.raises(
         NotImplementedError, match=r"delta_net is KimiDelta.*: the planner has rates"

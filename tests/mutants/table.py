@@ -489,7 +489,7 @@ MUTANTS = [
     ("burst_jax/models/hf/config.py", "tied = given.get(\"tie_word_embeddings\", ", "tied = {}.get(\"tie_word_embeddings\", ",
      f"{HF_HYBRIDS} images"),
     ("burst_jax/models/hf/hybrids.py", "[*types[:-1], FULL]", "types", f"{HF_HYBRIDS} kinds"),
-    ("burst_jax/models/hf/peft.py", "weight._replace(joined=None, outputs=None) if is_a else weight", "weight",
+    ("burst_jax/models/hf/peft.py", "weight._replace(fused=None, outputs=None) if is_a else weight", "weight",
      f"{HF_HYBRIDS} joined"),
     ("burst_jax/models/hf/peft.py", "targets, stabilized)", "targets)", "tests/models/test_hf_adapter.py"),
     ("burst_jax/layers/lora.py", "math.sqrt(self.rank) if self.rank_stabilized", "self.rank if True",

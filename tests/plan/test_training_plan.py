@@ -25,6 +25,7 @@ import burst_jax
 from benchmarks.plan import load_steps, step_estimate
 from burst_jax.layers.rope import Rope
 from burst_jax.models import (
+    DeltaNet,
     Experts,
     LayerKind,
     Lora,
@@ -105,6 +106,24 @@ def test_the_backward_pass_holds_the_gradients_of_all_layers(remat):
     assert many.gradients - few.gradients == 16 * 4 * sizes.layer.part
     parts = few.weights, few.moments, few.batch, few.activations, few.gradients, few.work
     assert few.total == sum(parts)
+
+
+@pytest.mark.parametrize("norms", ["before", "after", "both"])
+def test_norms_that_layers_have(norms):
+    """Counted in the decoder; without head norms a layer has no others."""
+    kinds = LayerKind(norms=norms), LayerKind(mixer="delta_net")
+    delta_net = DeltaNet(num_heads=2, head_dim=128, value_head_dim=128)
+    config = dataclasses.replace(
+        TINY, layer_pattern=kinds, delta_net=delta_net, qk_norm=False, remat="none"
+    )
+    strategy = TrainingStrategy("sharded", 1, (1,), 1, "zigzag", "none")
+    _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
+    sizes = device_sizes(config, shapes, strategy, length=256, batch=1)
+    for mixer, stack in (("attention", "layers"), ("delta_net", "delta_net_layers")):
+        names = [name for name in shapes[stack] if name.endswith("_norm")]
+        assert sizes.normed(mixer) == len(names) * config.embed_dim, (mixer, names)
+        after = [name for name in names if name.startswith("post_")]
+        assert sizes.post_normed(mixer) == len(after) * config.embed_dim, (mixer, names)
 
 
 def test_saved_activations_cost_memory_and_save_time():

@@ -18,7 +18,7 @@ from burst_jax.models.hf.common import (
     ROUTER_IGNORED,
     all_but_each,
 )
-from burst_jax.models.hf.family import LAYER, NAMES, Family, Joined, Multimodal, Names
+from burst_jax.models.hf.family import LAYER, NAMES, Family, Fused, Multimodal, Names
 from burst_jax.models.hf.hybrids import HYBRIDS
 from burst_jax.models.hf.mxfp4 import MXFP4
 from burst_jax.models.hf.ropes import FULL, SLIDING
@@ -73,7 +73,7 @@ _GPT_OSS_NAMES: Names = {
     (*MLP, "router", "kernel"): LAYER + "mlp.router.weight",
     (*MLP, "router", "bias"): LAYER + "mlp.router.bias",
     **{
-        (*MLP, name, of): Joined(f"{LAYER}mlp.experts.{theirs}{end}", groups, True, True)
+        (*MLP, name, of): Fused(f"{LAYER}mlp.experts.{theirs}{end}", groups, True, True)
         # Each output of gate and that of up follow each other.
         for name, theirs, groups in (
             ("gate", "gate_up_proj", lambda config: config.mlp_dim),

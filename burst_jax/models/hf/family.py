@@ -18,7 +18,7 @@ from burst_jax.models.hf.ropes import FULL, LINEAR, SLIDING, RopeForms, read_rop
 from burst_jax.models.hf.views import OtherForm
 
 
-class Joined(NamedTuple):
+class Fused(NamedTuple):
     """A tensor of several weights' outputs, or of all experts of a layer.
 
     The outputs of the weights follow each other in the order of the family's names, once in each of
@@ -39,7 +39,7 @@ class Joined(NamedTuple):
 
 # A weight's path in nnx.state(decoder), and its tensor's name; {layer} is the layer's index, and
 # {expert} the expert's where each has a tensor.
-Names = Mapping[tuple[str, ...], str | Joined]
+Names = Mapping[tuple[str, ...], str | Fused]
 
 # By their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {

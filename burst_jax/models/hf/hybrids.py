@@ -15,7 +15,7 @@ from burst_jax.models.hf.common import (
     ROUTER_IGNORED,
     all_but_each,
 )
-from burst_jax.models.hf.family import LAYER, NAMES, Family, Joined, Multimodal, Names
+from burst_jax.models.hf.family import LAYER, NAMES, Family, Fused, Multimodal, Names
 from burst_jax.models.hf.ropes import FULL, LINEAR, RopeForms
 from burst_jax.models.hf.views import OtherForm
 
@@ -33,8 +33,8 @@ _STACK, _DELTA_NET, _ATTENTION = (
     ("layers", "attention"),
 )
 _MIXER = LAYER + "linear_attn."
-# Names of both kinds of layers that differ between the families only in the feed-forward's.
-_CONV = Joined(_MIXER + "conv1d.weight")
+# The convolutions of queries, keys and values, one after the other.
+_CONV = Fused(_MIXER + "conv1d.weight")
 
 
 def _key_heads(config: DecoderConfig) -> int:
@@ -55,11 +55,11 @@ def _of_both(names: Names) -> Names:
 _QWEN: Names = {
     # A head's query rows, and then those of its gate.
     (*_ATTENTION, "query", "kernel"): (
-        _QUERY := Joined(LAYER + "self_attn.q_proj.weight", lambda config: config.num_heads)
+        _QUERY := Fused(LAYER + "self_attn.q_proj.weight", lambda config: config.num_heads)
     ),
     (*_ATTENTION, "output_gate", "kernel"): _QUERY,
     (*_ATTENTION, "query", "bias"): (
-        _BIAS := Joined(LAYER + "self_attn.q_proj.bias", lambda config: config.num_heads)
+        _BIAS := Fused(LAYER + "self_attn.q_proj.bias", lambda config: config.num_heads)
     ),
     (*_ATTENTION, "output_gate", "bias"): _BIAS,
     **{(*_DELTA_NET, f"{name}_conv"): _CONV for name in ("query", "key", "value")},
@@ -69,14 +69,14 @@ _QWEN: Names = {
     (*_DELTA_NET, "out", "kernel"): _MIXER + "out_proj.weight",
 }
 # The rows of a key head and of its value heads follow each other.
-_QKVZ = Joined(_MIXER + "in_proj_qkvz.weight", _key_heads)
-_BA = Joined(_MIXER + "in_proj_ba.weight", _key_heads)
+_QKVZ = Fused(_MIXER + "in_proj_qkvz.weight", _key_heads)
+_BA = Fused(_MIXER + "in_proj_ba.weight", _key_heads)
 _QWEN3_NEXT: Names = {
     **_QWEN,
     **{(*_DELTA_NET, n, "kernel"): _QKVZ for n in ("query", "key", "value", "output_gate")},
     **{(*_DELTA_NET, name, "kernel"): _BA for name in ("beta", "decay")},
 }
-_QKV = Joined(_MIXER + "in_proj_qkv.weight")
+_QKV = Fused(_MIXER + "in_proj_qkv.weight")
 _QWEN3_5: Names = {
     **_QWEN,
     **{(*_DELTA_NET, name, "kernel"): _QKV for name in ("query", "key", "value")},

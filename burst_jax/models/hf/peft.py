@@ -25,7 +25,7 @@ from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.config import config_json, loaded_from
 from burst_jax.models.hf.families import FAMILIES
-from burst_jax.models.hf.family import Family, Joined
+from burst_jax.models.hf.family import Family, Fused
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
@@ -177,9 +177,9 @@ def check_adapter(config: DecoderConfig, base: str | PathLike[str] | None) -> No
         for path, kernel in family.names.items()
         if path[0] in stacks and path[-1] == "kernel" and path[-2] in config.adapted
     )
-    if joined := sorted({_module(kernel) for kernel in adapted if isinstance(kernel, Joined)}):
+    if fused := sorted({_module(kernel) for kernel in adapted if isinstance(kernel, Fused)}):
         raise NotImplementedError(
-            f"model has adapters of parts of {', '.join(joined)}, which in peft have one adapter "
+            f"model has adapters of parts of {', '.join(fused)}, which in peft have one adapter "
             "for all parts: use targets without them, or save the merged model"
         )
     path = None if base is None else Path(base) / "config.json"
@@ -197,7 +197,7 @@ def check_adapter(config: DecoderConfig, base: str | PathLike[str] | None) -> No
 def _weights(arrays: Any, model: Decoder) -> list[Weight]:
     """The adapters with their tensors' names, from arrays or shapes by path.
 
-    The parts of a joined projection share A, and B's outputs are joined as its own are.
+    The parts of a fused projection share A, and B's outputs are fused as its own are.
     """
     family, shapes = _family(model.config), flat_weights(abstract_like(model, lora=None)[1])
     shapes = {
@@ -211,7 +211,7 @@ def _weights(arrays: Any, model: Decoder) -> list[Weight]:
         kernel, is_a = of_kernels[*path[:-1], "kernel"], path[-1] == LORA_A
         names = tuple(_stem(name) + _ENDS[path[-1]] for name in kernel.names)
         weight = kernel._replace(path=path, names=names, shape=tuple(array.shape[1:]), inputs=1)
-        weights.append(weight._replace(joined=None, outputs=None) if is_a else weight)
+        weights.append(weight._replace(fused=None, outputs=None) if is_a else weight)
     return weights
 
 
@@ -223,9 +223,9 @@ def _stem(kernel: str) -> str:
     return "base_model.model." + kernel.removesuffix("weight")
 
 
-def _module(kernel: str | Joined) -> str:
+def _module(kernel: str | Fused) -> str:
     """peft's name of a projection."""
-    name = kernel.name if isinstance(kernel, Joined) else kernel
+    name = kernel.name if isinstance(kernel, Fused) else kernel
     return name.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
@@ -235,7 +235,7 @@ def _targets(files: TensorFiles, config: DecoderConfig) -> tuple[str, ...]:
     for stack, layers in layers_of_stacks(config).items():
         for path, kernel in names.items():
             if path[0] == stack and path[-1] == "kernel" and path[-2] in PROJECTIONS:
-                name = _stem(kernel.name if isinstance(kernel, Joined) else kernel)
+                name = _stem(kernel.name if isinstance(kernel, Fused) else kernel)
                 names_of = (name.format(layer=i, expert=0) + _ENDS[LORA_A] for i in layers)
                 if any(each in files.names for each in names_of):
                     found.add(path[-2])

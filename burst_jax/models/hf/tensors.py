@@ -7,7 +7,7 @@ Here they are ``[inputs, outputs]`` with separate heads and features, and the la
     model.layers.0.self_attn.o_proj.weight  [D, N H]    layers.attention.out.kernel   [L, N, H, D]
 
 A tensor has one layer of a weight, or one expert of one layer. Some families have tensors with
-several weights, or with all experts of a layer (:class:`Joined`).
+several weights, or with all experts of a layer (:class:`Fused`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.hf.family import Family, Joined
+from burst_jax.models.hf.family import Family, Fused
 from burst_jax.models.weights import STACKS, flat_weights
 
 
 class Outputs(NamedTuple):
-    """Which outputs of a joined tensor are a weight's: some of those of each of its groups.
+    """Which outputs of a fused tensor are a weight's: some of those of each of its groups.
 
     Attributes:
       groups: number of groups.
@@ -63,7 +63,7 @@ class Weight(NamedTuple):
       shape: its shape without those dimensions.
       inputs: number of input dimensions of a matrix ``[inputs, outputs]``; None for weights that
         are stored as they are, flattened.
-      joined: the tensor that it is a part of, or None.
+      fused: the tensor that it is a part of, or None.
       outputs: its outputs in that tensor, or None.
     """
 
@@ -73,7 +73,7 @@ class Weight(NamedTuple):
     layers: tuple[int, ...]
     shape: tuple[int, ...]
     inputs: int | None
-    joined: Joined | None = None
+    fused: Fused | None = None
     outputs: Outputs | None = None
 
     @property
@@ -108,23 +108,23 @@ class Weight(NamedTuple):
             matrix = self.outputs.of_groups(matrix)
         return matrix.reshape(shape)
 
-    def to_tensor(self, weight: np.ndarray, joined: np.ndarray | None = None) -> np.ndarray:
-        """One layer's weight as a tensor; ``joined`` is that tensor with its other weights."""
+    def to_tensor(self, weight: np.ndarray, fused: np.ndarray | None = None) -> np.ndarray:
+        """One layer's weight as a tensor; ``fused`` is that tensor with its other weights."""
         if self.inputs is None:
             return weight.reshape(self.tensor_shape)
-        if joined is None:
-            joined = np.empty(self.tensor_shape, weight.dtype)
-        matrix = self._matrices(joined)
+        if fused is None:
+            fused = np.empty(self.tensor_shape, weight.dtype)
+        matrix = self._matrices(fused)
         if self.outputs is not None:
             matrix = self.outputs.of_groups(matrix)
         matrix[...] = weight.reshape(matrix.shape)
-        return joined
+        return fused
 
     @property
     def _parts(self) -> tuple[slice, slice, slice]:
         """The dimensions of experts, inputs and outputs."""
         assert self.inputs is not None
-        first = int(self.joined is not None and self.joined.experts)
+        first = int(self.fused is not None and self.fused.experts)
         last = first + self.inputs
         return slice(first), slice(first, last), slice(last, None)
 
@@ -138,25 +138,25 @@ class Weight(NamedTuple):
 
     def _arranged[T](self, experts: T, inputs: T, outputs: T, one: T) -> tuple[T, ...]:
         """In the order of the tensor's dimensions; ``one`` is of a dimension of size 1."""
-        joined = self.joined
+        fused = self.fused
         found = [inputs] if self.inputs else []
-        if joined is not None and joined.outputs_last:
+        if fused is not None and fused.outputs_last:
             found = [*found, outputs]
         else:
             # A depthwise convolution has one input channel per group.
             found = [outputs, *([one] if self._is_convolution else []), *found]
-        return tuple([experts, *found] if joined is not None and joined.experts else found)
+        return tuple([experts, *found] if fused is not None and fused.experts else found)
 
     def _matrices(self, tensor: np.ndarray) -> np.ndarray:
         """A view ``[experts, inputs, outputs]`` of a tensor or a slice of one."""
-        joined = self.joined
-        if joined is None or not joined.experts:
+        fused = self.fused
+        if fused is None or not fused.experts:
             tensor = tensor[None]
         if self._is_convolution:
             tensor = tensor[:, :, 0]
         if not self.inputs:
             return tensor[:, None]
-        return tensor if joined is not None and joined.outputs_last else tensor.swapaxes(1, 2)
+        return tensor if fused is not None and fused.outputs_last else tensor.swapaxes(1, 2)
 
 
 def weights_of(shapes: Any, family: Family, config: DecoderConfig) -> list[Weight]:
@@ -167,13 +167,13 @@ def weights_of(shapes: Any, family: Family, config: DecoderConfig) -> list[Weigh
 def weights_at(
     arrays: Mapping[tuple[str, ...], Any], family: Family, config: DecoderConfig
 ) -> list[Weight]:
-    """The same of some of the weights, by path; of a joined tensor all or none."""
+    """The same of some of the weights, by path; of a fused tensor all or none."""
     layers = layers_of_stacks(config)
     weights = []
     for path, leaf in arrays.items():
         given = family.names[path]
-        joined = given if isinstance(given, Joined) else None
-        name = given.name if isinstance(given, Joined) else given
+        fused = given if isinstance(given, Fused) else None
+        name = given.name if isinstance(given, Fused) else given
         own = layers.get(path[0], ())
         count = 0 if not own else 2 if "{expert}" in name else 1
         leading, shape = leaf.shape[:count], leaf.shape[count:]
@@ -181,12 +181,12 @@ def weights_at(
             name.format(layer=own[index[0]], expert=index[-1]) if index else name
             for index in np.ndindex(*leading)
         )
-        weight = Weight(path, names, leading, own, shape, _inputs(path), joined)
+        weight = Weight(path, names, leading, own, shape, _inputs(path), fused)
         weights.append(weight)
     by_path = {weight.path: weight for weight in weights}
     return [
         weight
-        if weight.joined is None
+        if weight.fused is None
         else weight._replace(outputs=_outputs(weight, family, config, by_path))
         for weight in weights
     ]
@@ -214,11 +214,11 @@ def _outputs(
     weight: Weight, family: Family, config: DecoderConfig, weights: dict[tuple[str, ...], Weight]
 ) -> Outputs:
     """A weight's outputs in the tensor that it is a part of."""
-    joined = weight.joined
-    assert joined is not None
-    groups, start, period = joined.groups(config), 0, 0
+    fused = weight.fused
+    assert fused is not None
+    groups, start, period = fused.groups(config), 0, 0
     for path, given in family.names.items():
-        if isinstance(given, Joined) and given.name == joined.name and path in weights:
+        if isinstance(given, Fused) and given.name == fused.name and path in weights:
             if path == weight.path:
                 start = period
             period += weights[path]._sizes[2] // groups

@@ -1,4 +1,4 @@
-"""Tensors that files may store in another form: cut elsewhere, or joined to one.
+"""Tensors that files may store in another form: cut elsewhere, or fused into one.
 
 A family has one form of its tensors, in which checkpoints are saved. Where a file has another one,
 views of its tensors take the place of those of the family::

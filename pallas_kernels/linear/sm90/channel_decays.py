@@ -34,12 +34,12 @@ WARP_LEVELS = int(math.log2(warp_blocks.TOKENS))
 # Key channels are computed in parts of as many.
 CHANNELS = 64
 HALVES = HEAD_DIM // CHANNELS
-# Log decays are float16 multiples of 1/256 of a binary digit: 11 bits, from 2^-33 to -150.
+# Log decays are float16 numbers of 256ths of a binary digit: 11 bits, of magnitudes 2^-33 to 150.
 _STEPS = 256.0
 
 
 def rounded_logs(log_decay: jax.Array) -> jax.Array:
-    """Float16 log decays, in steps of binary digits."""
+    """Float16 log decays, in 256ths of a binary digit."""
     log_decay = jnp.maximum(log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
     return (log_decay * (_STEPS * math.log2(math.e))).astype(jnp.float16)
 

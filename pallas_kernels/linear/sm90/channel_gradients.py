@@ -41,8 +41,10 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     along_columns,
     along_rows,
     index,
+    loaded,
     matrix,
     numbers,
+    product,
     transposed,
 )
 from pallas_kernels.mosaic.fragments import i32, proxy_fence, warpgroup_barrier
@@ -218,19 +220,19 @@ def _score_gradient(scale: float, memory: _Memory) -> None:
     """Writes dP and its transpose."""
     do, u = memory.values.at[DO], memory.values.at[U]
     row, column = index(0), index(1)
-    _write(memory, DP, _product(do, transposed(u)) * scale, (column <= row) & _same(memory, 0))
-    of_columns = _product(u, transposed(do)) * scale
+    _write(memory, DP, product(do, transposed(u)) * scale, (column <= row) & _same(memory, 0))
+    of_columns = product(u, transposed(do)) * scale
     _write(memory, DP_TRANSPOSED, of_columns, (row <= column) & _same(memory, 1))
 
 
 def _key_products_gradient(memory: _Memory, updates: Any) -> None:
     """Writes ``E + E^T``, and the sums of u dv."""
     dv, u = memory.values.at[DV], memory.values.at[U]
-    updates[...] = jnp.sum(_loaded(dv) * _loaded(u), axis=1)
+    updates[...] = jnp.sum(loaded(dv) * loaded(u), axis=1)
     row, column = index(0), index(1)
-    lower = jnp.where(_same(memory, 0) & (column < row), -_product(dv, transposed(u)), 0.0)
+    lower = jnp.where(_same(memory, 0) & (column < row), -product(dv, transposed(u)), 0.0)
     lower = lax.optimization_barrier(lower)
-    upper = -_product(u, transposed(dv))
+    upper = -product(u, transposed(dv))
     _write(memory, E, jnp.where(row < column, upper, lower), (column < row) | _same(memory, 1))
 
 
@@ -251,18 +253,18 @@ def _channel_gradients(scale: float, memory: _Memory, half: Any, targets: list[A
     states, dstates = memory.states.at[half], memory.dstates.at[half]
     into = decays.factors(decays.from_start(), logs) * along_rows(vectors, INTO)
     warp_blocks.store_last_row(memory.through.at[half], into)
-    dq = _product(values.at[DO], states) * (into * scale)
-    read = _product(values.at[DV], states) * -into
+    dq = product(values.at[DO], states) * (into * scale)
+    read = product(values.at[DV], states) * -into
     out = decays.factors(decays.to_end(), logs) * along_rows(vectors, OUT)
-    write = _product(values.at[U], dstates) * out
-    _end_gradient(memory, half, write * _loaded(k))
+    write = product(values.at[U], dstates) * out
+    _end_gradient(memory, half, write * loaded(k))
     plgpu.barrier_wait(memory.scores_written)
     sums = dq, read + write, read - write
     sums = _add_warp_levels(memory, half, sums)
     for size in (warp_blocks.TOKENS, 2 * warp_blocks.TOKENS):
         sums = lax.optimization_barrier(_add_level(memory, half, size, sums))
     dq, dk, difference = sums
-    dlog = dq * _loaded(q) + difference * _loaded(k)
+    dlog = dq * loaded(q) + difference * loaded(k)
     _send(memory, half, dq, dk, targets[:2])
     _log_decay_gradient(memory, half, dlog, targets[2])
 
@@ -277,7 +279,7 @@ def _end_gradient(memory: _Memory, half: Any, of_tokens: jax.Array) -> None:
     """
     states, dstates = memory.states.at[half], memory.dstates.at[half]
     of_values = sum(
-        _loaded(states.at[part]) * _loaded(dstates.at[part])
+        loaded(states.at[part]) * loaded(dstates.at[part])
         for part in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
     )
     warpgroup_barrier()  # The row of through has been written.
@@ -320,8 +322,8 @@ def _add_warp_levels(
     own = jnp.sum(own.astype(jnp.float32), axis=1)
     own = plgpu.layout_cast(lax.broadcast_in_dim(own, SQUARE, (0,)), TILE)
     dq, dk, difference = sums
-    of_queries = own * _loaded(q)
-    sums = dq + own * _loaded(k), dk + of_queries, difference - of_queries
+    of_queries = own * loaded(q)
+    sums = dq + own * loaded(k), dk + of_queries, difference - of_queries
 
     def add(level: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         size = lax.shift_left(i32(1), level)
@@ -381,7 +383,7 @@ def _add_level(
         plgpu.wgmma(acc, of_level(DP_TRANSPOSED), scaled_q)
         return plgpu.wgmma_accumulator_load(acc)
 
-    sums = _with_queries(sums, factors, _product(of_level(DP), scaled_k))
+    sums = _with_queries(sums, factors, product(of_level(DP), scaled_k))
     return _with_keys(sums, size, factors, pl.run_scoped(of_keys, accumulator(CHANNELS)))
 
 
@@ -407,15 +409,3 @@ def _log_decay_gradient(memory: _Memory, half: Any, of_start: jax.Array, target:
     begins = (start == index(0).astype(jnp.float32)) & (along_rows(memory.vectors, INTO) == 0)
     target[...] = jnp.where((beta == 0) | begins, 0.0, total)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _product(a: Any, b: Any) -> jax.Array:
-    def run(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, a, b)
-        return plgpu.wgmma_accumulator_load(acc)
-
-    return pl.run_scoped(run, accumulator(b.shape[1]))
-
-
-def _loaded(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=TILE).astype(jnp.float32)

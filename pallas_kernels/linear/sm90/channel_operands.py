@@ -24,6 +24,7 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     accumulator,
     along_rows,
     index,
+    loaded,
     matrix,
     numbers,
     transposed,
@@ -171,10 +172,6 @@ def channel_operands(
     )
 
 
-def _loaded(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
-
-
 def _scaled_rows(memory: _Memory, targets: Any) -> None:
     """Starts the copies of all rows times decays from the chunk's start, or to its end.
 
@@ -185,13 +182,13 @@ def _scaled_rows(memory: _Memory, targets: Any) -> None:
     from_start, to_end = decays.from_start(), decays.to_end()
     for half in range(HALVES):
         q_target, k_target, out_target = targets(half)
-        k = _loaded(memory.k.at[half])
+        k = loaded(memory.k.at[half])
         into = decays.factors(from_start, memory.logs.at[half])
         into = into * along_rows(vectors, INTO)
         channels = pl.ds(half * CHANNELS, CHANNELS)
         warp_blocks.store_last_row(memory.through.at[channels], into)
         out = decays.factors(to_end, memory.logs.at[half]) * along_rows(vectors, OUT)
-        rows = _loaded(memory.q.at[half]) * into, k * into, k * out
+        rows = loaded(memory.q.at[half]) * into, k * into, k * out
         if half:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged = memory.squares.at[0], memory.squares.at[1], memory.staged.at[0]

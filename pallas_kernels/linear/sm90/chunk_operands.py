@@ -38,6 +38,23 @@ def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
+def loaded(ref: Any) -> jax.Array:
+    """A matrix in shared memory, as float32."""
+    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
+
+
+def product(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
+    """``start + a b``, waited for."""
+
+    def run(acc: Any) -> jax.Array:
+        if start is not None:
+            acc[...] = start
+        plgpu.wgmma(acc, a, b)
+        return plgpu.wgmma_accumulator_load(acc)
+
+    return pl.run_scoped(run, accumulator(b.shape[1]))
+
+
 def along_rows(vectors: Any, first: int, columns: int = CHUNK) -> jax.Array:
     """Broadcasts the vector at ``first`` to ``[64, columns]``: one number of each row."""
     x = plgpu.load(vectors.at[pl.ds(first, CHUNK)], layout=ROWS)

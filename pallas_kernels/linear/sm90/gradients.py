@@ -30,8 +30,10 @@ from pallas_kernels.linear.sm90.chunk_operands import (
     along_columns,
     along_rows,
     decay,
+    loaded,
     matrix,
     numbers,
+    product,
     transposed,
 )
 from pallas_kernels.linear.sm90.scan import pairs_of
@@ -243,7 +245,7 @@ def _replace(memory: _Memory, state: Any, terms: Sequence[tuple[jax.Array, Any]]
     """Writes ``through state + sum of products`` over a state, transposed."""
 
     def run(acc):
-        acc[...] = _loaded(state) * memory.other_vectors[INTO + CHUNK - 1]
+        acc[...] = loaded(state) * memory.other_vectors[INTO + CHUNK - 1]
         for left, right in terms:
             plgpu.wgmma(acc, left.astype(jnp.bfloat16), right)
         state[...] = plgpu.wgmma_accumulator_load(acc).astype(jnp.bfloat16)
@@ -255,7 +257,7 @@ def _replace(memory: _Memory, state: Any, terms: Sequence[tuple[jax.Array, Any]]
 def _score_gradient(scale: float, memory: _Memory, chunk: _Chunk) -> None:
     """Writes dP."""
     decays = decay(memory.vectors) * scale
-    memory.dp[...] = (_product(chunk.do, transposed(chunk.u)) * decays).astype(jnp.bfloat16)
+    memory.dp[...] = (product(chunk.do, transposed(chunk.u)) * decays).astype(jnp.bfloat16)
     proxy_fence()
     plgpu.barrier_arrive(memory.dp_written)
 
@@ -263,50 +265,34 @@ def _score_gradient(scale: float, memory: _Memory, chunk: _Chunk) -> None:
 def _key_products_gradient(memory: _Memory, chunk: _Chunk) -> None:
     """Writes E."""
     decays = decay(memory.vectors, strict=True)
-    memory.e[...] = (_product(chunk.dv, transposed(chunk.u)) * -decays).astype(jnp.bfloat16)
+    memory.e[...] = (product(chunk.dv, transposed(chunk.u)) * -decays).astype(jnp.bfloat16)
     proxy_fence()
     warpgroup_barrier()
 
 
 def _query_gradient(scale: float, memory: _Memory, chunk: _Chunk, dq: Any, sums: Any) -> None:
-    y = _product(chunk.do, memory.states) * (along_rows(memory.vectors, INTO, HEAD_DIM) * scale)
+    y = product(chunk.do, memory.states) * (along_rows(memory.vectors, INTO, HEAD_DIM) * scale)
     plgpu.barrier_wait(memory.dp_written)
-    y = _product(memory.dp, chunk.k, y)
-    queries = _row_sums(y * _loaded(chunk.q))
+    y = product(memory.dp, chunk.k, y)
+    queries = _row_sums(y * loaded(chunk.q))
     states = jnp.zeros((), jnp.float32)
     for half in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
-        states += _row_sums(_loaded(memory.states.at[half]) * _loaded(memory.dstates.at[half]))
+        states += _row_sums(loaded(memory.states.at[half]) * loaded(memory.dstates.at[half]))
     _send(chunk, y, chunk.do, dq, sums, {QUERIES: queries, STATES: states})
 
 
 def _key_gradient(memory: _Memory, chunk: _Chunk, dk: Any, sums: Any) -> None:
-    read = _product(chunk.dv, memory.states) * -along_rows(memory.vectors, INTO, HEAD_DIM)
-    read = _product(memory.e, chunk.k, read)
-    write = _product(chunk.u, memory.dstates) * along_rows(memory.vectors, OUT, HEAD_DIM)
-    later = _row_sums(write * _loaded(chunk.k))
-    write = _product(transposed(memory.e), chunk.k, write)
+    read = product(chunk.dv, memory.states) * -along_rows(memory.vectors, INTO, HEAD_DIM)
+    read = product(memory.e, chunk.k, read)
+    write = product(chunk.u, memory.dstates) * along_rows(memory.vectors, OUT, HEAD_DIM)
+    later = _row_sums(write * loaded(chunk.k))
+    write = product(transposed(memory.e), chunk.k, write)
     plgpu.barrier_wait(memory.dp_written)
-    write = _product(transposed(memory.dp), chunk.q, write)
-    keys = _row_sums((read - write) * _loaded(chunk.k))
-    updates = _row_sums(_loaded(chunk.dv) * _loaded(chunk.u))
+    write = product(transposed(memory.dp), chunk.q, write)
+    keys = _row_sums((read - write) * loaded(chunk.k))
+    updates = _row_sums(loaded(chunk.dv) * loaded(chunk.u))
     rows = {LATER_KEYS: later, KEYS: keys, UPDATES: updates}
     _send(chunk, read + write, chunk.dv, dk, sums, rows)
-
-
-def _product(a: Any, b: Any, start: jax.Array | None = None) -> jax.Array:
-    """``start + a b``, waited for."""
-
-    def run(acc):
-        if start is not None:
-            acc[...] = start
-        plgpu.wgmma(acc, a, b)
-        return plgpu.wgmma_accumulator_load(acc)
-
-    return pl.run_scoped(run, accumulator(b.shape[1]))
-
-
-def _loaded(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
 
 
 def _row_sums(x: jax.Array) -> jax.Array:
