@@ -35,8 +35,8 @@ make_layer = LAYERS.make
 
 
 def test_padding_may_hold_nan():
-    x = np.where((SEGMENTS == 0)[..., None], np.nan, X)
-    out = np.asarray(quick_jit(lambda x: make_layer()(x, None, SEGMENTS))(x))
+    layer, x = make_layer(), np.where((SEGMENTS == 0)[..., None], np.nan, X)
+    out = np.asarray(quick_jit(lambda x: layer(x, None, SEGMENTS))(x))
     assert not out[SEGMENTS == 0].any()
     np.testing.assert_allclose(out, LAYERS.truth[0], atol=2e-5)
 
