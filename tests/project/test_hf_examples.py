@@ -78,6 +78,9 @@ def test_end_of_text_ids(folder, tmp_path):
     assert generate.stop_tokens(tmp_path, 64) == []
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert generate.stop_tokens(tmp_path, 64) == [3]
+    text = {"text_config": {"eos_token_id": [4]}}  # Of a model of text and images.
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None} | text))
+    assert generate.stop_tokens(tmp_path, 64) == [4]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99]}))
     assert generate.stop_tokens(tmp_path, 64) == [5]
 
