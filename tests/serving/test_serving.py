@@ -265,6 +265,9 @@ MISTAKES = [
      "split_weights is True, and the model has no rules to shard weights by: load it with rules"),
     (lambda: Generator(with_adapters(), max_length=8),
      "the model has LoRA adapters: merge them first, by burst_jax.models.merge_lora(model)"),
+    (lambda: Generator(without_rules(layout="balanced:8"), max_length=8),
+     "layout is 'balanced:8', which places the documents of a training batch, and prompts have "
+     "none: make or load the model with layout='zigzag' for serving"),
 ]  # fmt: skip
 UNSUPPORTED = [
     (lambda: Generator(without_rules(local_window_size=(5, 0)), max_length=8),
