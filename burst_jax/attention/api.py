@@ -29,8 +29,8 @@ from burst_jax.attention.shardings import (
     check_one_device,
     check_outside_shard_map,
 )
-from burst_jax.attention.validation import check_bool
 from burst_jax.attention.watch import attention_program
+from burst_jax.errors import check_bool
 from burst_jax.parallel.mesh import (
     AxisNames,
     reshard_explicit,

@@ -19,7 +19,6 @@ from burst_jax.attention.validation import (
     POSITIONS,
     WINDOW_SIDES,
     check_arrays,
-    check_bool,
     check_dropout_key,
     check_dropout_rate,
     check_number,
@@ -35,7 +34,7 @@ from burst_jax.attention.validation import (
     window_sides,
 )
 from burst_jax.attention.watch import watch_call
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_bool, check_integer
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find

@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention.segment_ids import check_ids, check_padding_id
-from burst_jax.attention.validation import check_bool, check_scale
+from burst_jax.attention.validation import check_scale
+from burst_jax.errors import check_bool
 from burst_jax.layouts.parse import LayoutLike
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import convolution, delta_rule

@@ -199,6 +199,7 @@ def test_a_layer_can_be_pickled_and_hashed():
         ({"head_dim": 0}, "head_dim is 0: it must be an integer, at least 1"),
         ({"conv_taps": 2.5}, "conv_taps is 2.5: it must be an integer"),
         ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0: it must be positive and finite"),
+        ({"negative_eigenvalues": 2}, "negative_eigenvalues is 2: it must be True or False"),
         ({"layout": "zigzig"}, "layout is 'zigzig': use one of"),
     ],
 )
