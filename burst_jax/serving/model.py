@@ -347,8 +347,8 @@ def _check_layout(layout: Layout) -> None:
     if not layout.is_fixed:
         raise ValueError(
             f"the model's layout is {layout!r}, which places the documents of a training batch, "
-            "and prompts have none: make or load the model with layout='zigzag' for serving; its "
-            "weights are the same in every layout"
+            "and prompts have none: serve model.with_attention(**model.arguments | "
+            "{'layout': 'zigzag'}), which shares the weights"
         )
 
 

@@ -267,7 +267,7 @@ MISTAKES = [
      "the model has LoRA adapters: merge them first, by burst_jax.models.merge_lora(model)"),
     (lambda: Generator(without_rules(layout="balanced:8"), max_length=8),
      "layout is 'balanced:8', which places the documents of a training batch, and prompts have "
-     "none: make or load the model with layout='zigzag' for serving"),
+     "none: serve model.with_attention(**model.arguments | {'layout': 'zigzag'})"),
 ]  # fmt: skip
 UNSUPPORTED = [
     (lambda: Generator(without_rules(local_window_size=(5, 0)), max_length=8),
@@ -294,6 +294,11 @@ def with_adapters():
 def test_mistakes(error, call, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_the_remedy_for_a_balanced_layout():
+    model = without_rules(layout="balanced:8")
+    Generator(model.with_attention(**model.arguments | {"layout": "zigzag"}), max_length=8)
 
 
 def test_a_cache_larger_than_the_free_memory_raises(monkeypatch):
