@@ -384,7 +384,7 @@ def test_adapters_of_both_kinds_of_layers_are_those_of_peft(written, tmp_path):
     assert_same(*(nnx.to_pure_dict(nnx.state(m, nnx.LoRAParam)) for m in (again, adapted)))
 
 
-def test_an_adapter_of_a_joined_projection_is_one_of_each_part(written, tmp_path):
+def test_an_adapter_of_a_fused_projection_is_one_of_each_part(written, tmp_path):
     """W of the parts is that of peft; they may then be trained apart, and peft has no such ones."""
     model = load(written("qwen3_5"), mesh=mesh_of(seq=1), dtype=jnp.float32)
     rng, weights = np.random.default_rng(0), hf_models.tensors("qwen3_5")
@@ -414,7 +414,7 @@ def test_an_adapter_of_a_joined_projection_is_one_of_each_part(written, tmp_path
     assert_close(hf_models.read_folder(tmp_path / "merged")[0], weights)
 
 
-def test_adapters_of_the_parts_of_joined_projections_are_one_in_peft(written, tmp_path):
+def test_adapters_of_the_parts_of_fused_projections_are_one_in_peft(written, tmp_path):
     """Of other parts in each, whose rows a key head's others follow; with the scale of rsLoRA."""
     rank, alpha = 2, 3.0
     model = load(written("qwen3_next"), mesh=mesh_of(seq=1), dtype=jnp.float32)

@@ -55,7 +55,7 @@ TENSORS = "adapter_model.safetensors"
 # Supported initializers of A and B. Others derive them from W, and peft subtracts the initial
 # adapter from W when it loads it.
 _INITIALIZERS = (None, False, True, "gaussian", "eva", "orthogonal")
-# Key of the metadata of a file in which each part of a joined projection has ranks of its own: the
+# Key of the metadata of a file in which each part of a fused projection has ranks of its own: the
 # projections with adapters. peft writes a file without it.
 _PARTS = "burst_jax.projections"
 # The remedy for adapters that have more than those of the layers' projections.
@@ -70,7 +70,7 @@ _KNOWN = frozenset(
         *("lora_dropout", "ensure_weight_tying", "use_rslora"),
         # Parameters of features that are off.
         *("layers_pattern", "megatron_core", "qalora_group_size"),
-        # Compared with those of joined projections.
+        # Compared with those of fused projections.
         *("rank_pattern", "alpha_pattern"),
     )
 )
@@ -135,8 +135,8 @@ def save_adapter(
         "rank_pattern": ranks,
         "alpha_pattern": {module: _number(alpha) for module, alpha in alphas.items()},
     }
-    joined = any(isinstance(kernel, Fused) for kernel in adapted.values())
-    metadata = {_PARTS: ",".join(config.adapted)} if joined else {}
+    fused = any(isinstance(kernel, Fused) for kernel in adapted.values())
+    metadata = {_PARTS: ",".join(config.adapted)} if fused else {}
     weights = _weights(arrays, model, family, _own_ranks(adapted, lora.rank))
     files = {TENSORS: list(in_order(weights))}
     texts = {CONFIG: written}
@@ -237,7 +237,7 @@ def _checked(config: DecoderConfig, base: str | PathLike[str] | None) -> tuple[F
 
 
 def _adapted(config: DecoderConfig, family: Family) -> Adapted:
-    """The projections with adapters; the parts of a joined one in the order of its rows."""
+    """The projections with adapters; the parts of a fused one in the order of its rows."""
     stacks = layers_of_stacks(config)
     return {
         path[:-1]: kernel
@@ -285,7 +285,7 @@ def _number(alpha: float) -> float:
 def _check_patterns(
     path: Path, given: Mapping[str, Any], wanted: tuple[dict[str, int], dict[str, float]]
 ) -> None:
-    """Raises NotImplementedError for ranks and alphas other than those of joined projections."""
+    """Raises NotImplementedError for ranks and alphas other than those of fused projections."""
     for name, own in zip(("rank_pattern", "alpha_pattern"), wanted, strict=True):
         found = given.get(name) or {}
         if (
@@ -298,7 +298,7 @@ def _check_patterns(
         ):
             raise NotImplementedError(
                 f"{printable(path)}: {name} is {shown(found)}. Other ranks than r are supported "
-                "where save_adapter wrote the file, in which the parts of a joined projection have "
+                "where save_adapter wrote the file, in which the parts of a fused projection have "
                 f"ranks of their own; {_MERGE}"
             )
 
@@ -308,7 +308,7 @@ def _weights(
 ) -> list[Weight]:
     """The adapters with their tensors' names, from arrays or shapes by path.
 
-    ``ranks`` are each projection's own in peft's adapter. B's outputs are joined as those of its
+    ``ranks`` are each projection's own in peft's adapter. B's outputs are fused as those of its
     projection are.
     """
     shapes = flat_weights(abstract_like(model, lora=None)[1])
