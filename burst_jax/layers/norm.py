@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -105,5 +106,5 @@ def mean_square(x: jax.Array, epsilon: float) -> jax.Array:
 
 def check_qk_norm(value: object) -> None:
     """Raises ValueError unless it is one of the norms of queries and keys of a layer."""
-    if value != "joint" and not isinstance(value, bool):
+    if value != "joint" and not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"qk_norm is {shown(value)}: use True, False or 'joint'")

@@ -225,6 +225,13 @@ HARMLESS: dict[str, Any] = {
 OF_LLAMA = {"use_sliding_window": False, "sliding_window": None}
 
 
+def test_a_null_boolean_is_false_and_stays_null(read):
+    config = read("llama", mlp_bias=None, tie_word_embeddings=None)
+    assert (config.mlp_bias, config.tie_embeddings) == (False, False)
+    written, _ = config_json(config, "float32", None)
+    assert (written["mlp_bias"], written["tie_word_embeddings"]) == (None, None)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "mixtral"])
 def test_keys_that_change_nothing_are_known(read, family):
     plain, keys = read(family), HARMLESS | (OF_LLAMA if family == "llama" else {})

@@ -149,7 +149,8 @@ def config_json(
         if max_length is not None:
             given["max_position_embeddings"] = max_length
         known = {key: value for key, value in given.items() if key in family.known}
-        if not (changed := _differing(family.read(family.completed(known)), config)):
+        loaded = family.read(check_fields(family.completed(known)))
+        if not (changed := _differing(loaded, config)):
             keys = [key for key in _DTYPE_KEYS if key in given] or _DTYPE_KEYS[:1]
             return {**given, **dict.fromkeys(keys, name)}, family
         remedy = (
