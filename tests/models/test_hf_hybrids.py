@@ -448,9 +448,8 @@ def test_adapters_of_the_parts_of_fused_projections_are_one_in_peft(written, tmp
     assert_same(*(nnx.to_pure_dict(nnx.state(m, nnx.LoRAParam)) for m in (again, adapted)))
     # peft keeps the ranks, and no metadata: what it trained may be in every rank.
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(
-        NotImplementedError, match="_qkvz': 6, .* where save_adapter wrote the file"
-    ):
+    message = r"_qkvz': 6, .* where save_adapter wrote the file"
+    with pytest.raises(NotImplementedError, match=message):
         load_adapter(model, tmp_path / "adapter")
     metadata = {"burst_jax.projections": "query,other"}
     save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors", metadata)
