@@ -236,7 +236,7 @@ class Decoder(nnx.Module):
         }
         hidden = reject_wrong_order(hidden, positions, segment_ids, options)
         auxiliary = self.config.feed_forward.auxiliary(self.config, found.sums)
-        logits = found.logits_of([kind.mixer for kind in self.config.layer_kinds])
+        logits = found.logits_of(self.config.layer_kinds, shardings.mesh)
         return hidden, auxiliary._replace(max_logits=logits)
 
     @property

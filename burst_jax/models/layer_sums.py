@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
+from burst_jax.parallel.mesh import constrain
 from burst_jax.ring.max_logits import MaxLogits
 from pallas_kernels.arrays import vary
 
@@ -45,10 +48,10 @@ class LayerSums(NamedTuple):
             lambda x: lax.psum(x, axes), lambda x: lax.pmax(vary(x, frozenset(axes)), axes)
         )
 
-    def logits_of(self, mixers: Sequence[str]) -> MaxLogits | None:
-        """:attr:`max_logits` ``[L, N]`` of the layers whose mixer is softmax attention."""
-        layers = np.flatnonzero([mixer == "attention" for mixer in mixers])
-        return jax.tree.map(lambda x: x[layers], self.max_logits)
+    def logits_of(self, kinds: Sequence[Any], mesh: Mesh | AbstractMesh) -> MaxLogits | None:
+        """:attr:`max_logits` ``[L, N]`` of the layers with softmax attention, on all devices."""
+        layers = np.flatnonzero([kind.mixer == "attention" for kind in kinds])
+        return jax.tree.map(lambda x: constrain(x, mesh, P())[layers], self.max_logits)
 
     def _map(self, of_sums: Any, of_logits: Any) -> Self:
         return self._replace(
