@@ -491,9 +491,7 @@ def _run(
         in_specs=(shardings.weight_specs(weights), *shardings.input_specs(arrays)),
         out_specs=(
             P(shardings.out_batch_axes or None, shardings.token_axes or None),
-            LayerSums(
-                P(shardings.stage_axis), P(shardings.stage_axis, shardings.tensor_axes or None)
-            ),
+            LayerSums.specs(shardings.stage_axis, shardings.tensor_axes),
         ),
         check_vma=shardings.check_vma,
     )(weights, *arrays)

@@ -29,6 +29,12 @@ class LayerSums(NamedTuple):
     sums: Any
     max_logits: MaxLogits | None
 
+    @classmethod
+    def specs(cls, stage_axis: str | None, tensor_axes: tuple[str, ...]) -> Self:
+        """How those of all layers are sharded: layers over stages, logits over heads, too."""
+        logits: Any = P(stage_axis, tensor_axes or None)
+        return cls(P(stage_axis), logits)
+
     def where(self, condition: jax.Array) -> Self:
         """These, or where the condition is False those of no tokens."""
         return self._map(

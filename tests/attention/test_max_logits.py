@@ -21,7 +21,7 @@ B, T, N, K, H, ROWS = 2, 48, 4, 2, 8, 5
 RNG = np.random.default_rng(0)
 QUERY, KEY = (RNG.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K))
 # Heads of different sharpness: the largest logits of flat ones are in rows of small lse.
-QUERY *= np.float32([0.2, 1, 3, 30])[:, None]
+QUERY *= np.array([0.2, 1, 3, 30], np.float32)[:, None]
 SEGMENTS = np.repeat([[1, 2, 0, 3], [4, 4, 4, 0]], [20, 13, 3, 12], axis=1)
 TABLE = RNG.random((N, 6, 12)) < 0.5
 TABLE[:, np.arange(6), 2 * np.arange(6)] = True
@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "zigzag-window-sinks": {
         "layout": "zigzag", "is_causal": True, "local_window_size": 9,
-        "sink_logits": np.float32([1, 2, -3, 0]),
+        "sink_logits": np.array([1, 2, -3, 0], np.float32),
     },
     "striped:2-segments": {
         "layout": "striped:2", "is_causal": True, "query_segment_ids": SEGMENTS,
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "striped-chunks-alibi-blocks": {
         "layout": "striped", "attention_chunk_size": 20, "block_mask": TABLE,
-        "alibi_slopes": np.float32([0.1, 0.5, 1, 0.2]),
+        "alibi_slopes": np.array([0.1, 0.5, 1, 0.2], np.float32),
     },
     "balanced": {
         "layout": "balanced", "is_causal": True, "query_segment_ids": SEGMENTS,
@@ -72,7 +72,7 @@ def logits_of(call):
     return np.where(dense.kept(T, T, batch=B, heads=N, **options), logits, -np.inf)
 
 
-def wanted(logits, sinks, rows) -> tuple[MaxLogits, np.ndarray]:
+def wanted(logits, sinks, rows) -> tuple[Any, np.ndarray]:
     """The bounds by their definition, and lse, float64 ``[B, T, N]``."""
     lse = np.logaddexp.reduce(logits, -1)
     if sinks is not None:
@@ -81,7 +81,8 @@ def wanted(logits, sinks, rows) -> tuple[MaxLogits, np.ndarray]:
     chosen = np.take_along_axis(logits.max(-1), order[..., :rows], -1)
     lower = chosen.max((0, 2))
     others = np.take_along_axis(lse, order[..., rows:], -1).max((0, 2), initial=-np.inf)
-    return MaxLogits(lower, np.maximum(lower, others)), lse.swapaxes(1, 2)
+    bounds: Any = MaxLogits(lower, np.maximum(lower, others))  # pyrefly: ignore
+    return bounds, lse.swapaxes(1, 2)
 
 
 def on_mesh(call, lse, rows, **axes):
@@ -196,6 +197,7 @@ def test_it_follows_attention_inside_a_shard_map_without_a_gradient():
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(change, message):
-    given = {"lse": np.zeros((B, T, N), np.float32), "mesh": mesh_of(seq=2)} | change
+    given: Any = {"lse": np.zeros((B, T, N), np.float32), "mesh": mesh_of(seq=2)} | change
+    arrays: Any = QUERY, KEY
     with pytest.raises(ValueError, match=message):
-        max_logits(QUERY, KEY, **given)
+        max_logits(*arrays, **given)

@@ -27,7 +27,7 @@ def weights_of(config: DecoderConfig) -> Any:
     """Drawn weights whose second head has large logits, more so in the second layer."""
     weights = jax.device_get(decoders.drawn(abstract_decoder(config)[1]))
     kernel = weights["layers"]["attention"]["query"]["kernel"]
-    sharper = np.float32([[1, 30], [3, 90]])[: len(kernel[...]), None, :, None]
+    sharper = np.array([[1, 30], [3, 90]], np.float32)[: len(kernel[...]), None, :, None]
     kernel.set_value(sharper * kernel[...])
     return weights
 
