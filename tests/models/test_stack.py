@@ -139,14 +139,14 @@ def test_rematerialized_layers_store_few_activations(remat: Remat, stored):
         out = checkpoint_name(jnp.sin(x @ weights), CHECKPOINT_NAMES[0])
         x = checkpoint_name(x + out * out * shared, ATTENTION_SUM)
         product = checkpoint_name(x * x @ frozen, MLP_PRODUCTS)
-        return x + jnp.cos(product), "unused"
+        return (x + jnp.cos(product), None), "unused"
 
     arguments, frozen, shared = (normal(3, 4), normal(4, 4)), normal(4, 4), normal(4)
 
     @partial(jax.jit, static_argnums=0)
     def gradient(remat, arguments, cotangent):
         run = rematerialized(layer, remat)
-        _, vjp = jax.vjp(lambda x, weights: run(x, weights, frozen, shared), *arguments)
+        _, vjp = jax.vjp(lambda x, weights: run(x, weights, frozen, shared)[0], *arguments)
         return vjp, vjp(cotangent)
 
     cotangent = normal(3, 4)

@@ -30,7 +30,7 @@ MUTANTS = [
     ("burst_jax/data/chats.py", "each.weights[:1] = 0", "pass", f"{CHATS} as_strings"),
     (CHAT_TEMPLATE, "(max(a, len(prompt)), b) for", "(a, b) for", f"{CHATS} may_hold"),
     (CHAT_TEMPLATE, "opened = opened if depth else length", "opened = length", f"{CHATS} may_hold"),
-    (CHAT_TEMPLATE, "if text.startswith(bounds[i][1])", "if True", f"{CHATS} without_blocks"),
+    (CHAT_TEMPLATE, "if text.startswith(after)]", "if True]", f"{CHATS} without_blocks"),
     (CHAT_TEMPLATE, "return \"tool_use\" if", "return \"default\" if", f"{CHATS} is_found_where"),
     (CHAT_TEMPLATE, "contents.append(now.date().isoformat())", "pass", f"{CHATS} date"),
     ("burst_jax/data/jinja_environment.py", "isinstance(name, str) and name.startswith(\"_\")", "False",

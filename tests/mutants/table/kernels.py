@@ -108,7 +108,7 @@ MUTANTS = [
     ("pallas_kernels/softmax.py", "return jnp.maximum(sink, FLOOR),", "return sink,", f"{INTERFACE} -k softmax"),
     ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, total)", "total", f"{LARGE_LOGITS} -k kernels"),
     ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, x)", "x", f"{LARGE_LOGITS} -k kernels"),
-    ("pallas_kernels/xla.py", "rounded(logits if bias is None else logits + bias)",
+    ("pallas_kernels/logits.py", "rounded(logits if bias is None else logits + bias)",
      "logits if bias is None else logits + bias", f"{LARGE_LOGITS} -k exact"),
     ("pallas_kernels/mosaic/tile_scheduler.py", "(work_tiles.ctas - 1 - fetched)", "(-1 - fetched)",
      SCHEDULER),
