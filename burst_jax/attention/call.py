@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.attention.arguments import LocalArguments, RingArguments
+from burst_jax.attention.arguments import POSITION_READERS, LocalArguments, RingArguments
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.document_tables import table_arrays
 from burst_jax.attention.score_mod import check_functions
@@ -35,6 +35,7 @@ from burst_jax.attention.validation import (
 )
 from burst_jax.attention.watch import watch_call
 from burst_jax.errors import check_bool, check_integer
+from burst_jax.layouts.body_order import check_order
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find
@@ -99,6 +100,9 @@ def parse_call(
         head_dim=query.shape[3],
         arrays=arrays,
     )
+    devices = request.token_devices if local else 1
+    lengths = (query.shape[1] * devices, key.shape[1] * devices)
+    _check_order(arguments, request, lengths, axis_argument)
     check_prefix(arguments)
     check_readers_of_positions(arguments, arrays)
     dropout_key = check_dropout_key(arguments.dropout_rate, arguments.dropout_key)
@@ -106,7 +110,6 @@ def parse_call(
     arrays |= _window_arrays(arguments, per_sequence=per_sequence)
     if isinstance(arguments, RingArguments):
         arrays |= table_arrays(request, arguments.document_tables, query.shape[:2])
-    devices = request.token_devices if local else 1
     request = with_block_mask(request, query, key, arguments.block_mask, devices)
     if arguments.block_mask is not None:
         arrays["block_mask"] = arguments.block_mask
@@ -118,6 +121,22 @@ def parse_call(
         names = ("batch_indices", "head_indices")
         derived |= dict(zip(names, GlobalIndices.of(query), strict=True))
     return Call(request, arrays, derived)
+
+
+def _check_order(
+    arguments: LocalArguments, request: Request, lengths: tuple[int, int], axis_argument: str
+) -> None:
+    """Raises ValueError if tokens of :func:`burst_jax.in_layout` are in another order.
+
+    ``lengths`` are T and S of whole sequences. Explicit positions replace the layout's, and where
+    nothing reads positions the order does not matter.
+    """
+    readers = (getattr(arguments, name) for name in POSITION_READERS)
+    if all(value is None or value is False for value in readers):
+        return
+    given = (arguments.query_positions, arguments.key_value_positions)
+    own = [length for length, at in zip(lengths, given, strict=True) if at is None]
+    check_order(request.layout, request.ring_size, own, axis_argument, request.ring_axes)
 
 
 def make_request(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from burst_jax.attention.shardings import check_devices
 from burst_jax.attention.watch import attention_program, watch_call
 from burst_jax.jax_compat import vmapped_over_mesh_axes
+from burst_jax.layouts.body_order import check_order
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.linear.arrays import dimensions_of
@@ -133,7 +134,13 @@ class Devices:
         return device_runs(self.layout, self.seq, self.size, self.function)
 
     def check_length(self, length: int, name: str) -> None:
-        """Raises ValueError if devices cannot share sequences of this length."""
+        """Raises ValueError if devices cannot share sequences of this length.
+
+        The same holds if :func:`burst_jax.in_layout` permuted them to another order.
+        """
+        whole = length * (self.size if self.mesh is None else 1)
+        argument = "axis_name" if self.mesh is None else "seq_axis"
+        check_order(self.layout, self.size, (whole,), argument, self.seq)
         if self.size == 1:
             return
         if self.mesh is not None:
