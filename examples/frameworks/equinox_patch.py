@@ -6,7 +6,7 @@ import jax
 
 from burst_jax import burst_attention, in_layout
 
-LAYOUT, N = "zigzag", 4  # N: the size of the mesh axis "seq"
+LAYOUT = "zigzag"
 MASKS = dict(is_causal=True, layout=LAYOUT)
 
 
@@ -15,7 +15,8 @@ class RingAttention(eqx.nn.MultiheadAttention):
         assert self.dropout.inference or not self.dropout.p
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         qkv = process_heads(*(self._project(*each) for each in projections))
-        ring = in_layout(lambda x, _, ids: burst_attention(*x, segment_ids=ids, **MASKS), LAYOUT, N)
+        n = jax.sharding.get_abstract_mesh().shape["seq"]
+        ring = in_layout(lambda x, _, ids: burst_attention(*x, segment_ids=ids, **MASKS), LAYOUT, n)
         out = ring([x[None] for x in qkv], None, mask[None])
         return jax.vmap(self.output_proj)(out.reshape(len(query), -1))
 

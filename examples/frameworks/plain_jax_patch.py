@@ -6,13 +6,14 @@ from jax.sharding import PartitionSpec as P
 import burst_jax
 
 LAYOUT, SPEC = "zigzag", P("data", "seq", "tensor")  # of queries [B, T, N, H]
+OPTIONS = dict(is_causal=True, layout=LAYOUT, **burst_jax.axes_of(SPEC))
 
 
-def attend(query, key, value, segment_ids):  # was jax.nn.dot_product_attention(..., mask=...)
-    return burst_jax.burst_attention(
-        query, key, value, segment_ids=segment_ids, is_causal=True, layout=LAYOUT,
-        **burst_jax.axes_of(SPEC),
-    )  # fmt: skip
+# Was jax.nn.dot_product_attention(query, key, value, mask=...); positions are those of RoPE.
+def attend(query, key, value, positions, segment_ids):
+    options = dict(segment_ids=segment_ids, **OPTIONS)
+    query = burst_jax.check_positions(query, positions, **options)
+    return burst_jax.burst_attention(query, key, value, **options)
 
 
 def ring_layers(layers, mesh):  # layers(hidden, positions, segment_ids, ...), all of them

@@ -44,7 +44,7 @@ def rope(x, positions):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def dense(query, key, value, segment_ids):
+def dense(query, key, value, positions, segment_ids):
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     return jax.nn.dot_product_attention(query, key, value, mask=same[:, None], is_causal=True)
 
@@ -52,7 +52,7 @@ def dense(query, key, value, segment_ids):
 def layers(x, positions, segment_ids, weights, attention):
     def layer(x, w):
         q, k, v = (jnp.einsum("btd,dnh->btnh", norm(x), w[name]) for name in "qkv")
-        out = attention(rope(q, positions), rope(k, positions), v, segment_ids)
+        out = attention(rope(q, positions), rope(k, positions), v, positions, segment_ids)
         x = x + jnp.einsum("btnh,nhd->btd", out, w["out"])
         return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"], None
 
