@@ -38,7 +38,6 @@ from burst_jax.models.hf.config import config_json, read_config
 from burst_jax.models.weights import flat_weights
 from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
 
-SLOW = pytest.mark.slow
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -68,16 +67,14 @@ def losses(folder, name, sizes, layout, **changes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "layout", "changes"),
     [
-        ("qwen3_next", {"fsdp": 2, "seq": 2}, "zigzag", {"remat": "selective"}),
-        pytest.param("qwen3_next", {"expert": 2, "seq": 2}, "balanced:50", {}, marks=SLOW),
-        pytest.param("qwen3_5", {"seq": 2, "tensor": 2}, "balanced:50", {}, marks=SLOW),
-        pytest.param("qwen3_5_moe", {"stage": 2, "seq": 2}, "zigzag", {}, marks=SLOW),
-        pytest.param(
-            "olmo_hybrid", {"seq": 4, "tensor": 2}, "contiguous", {"remat": "full"}, marks=SLOW
-        ),
+        # The other families differ from these in what a file's tensors are, which logits show
+        # (test_hf_models.py), and a balanced layout has gradients in test_delta_net.py.
+        ("olmo_hybrid", {"fsdp": 2, "seq": 2}, "zigzag", {"remat": "selective"}),
+        ("qwen3_5_moe", {"stage": 2, "seq": 2}, "zigzag", {}),
     ],
 )
 def test_losses_of_fine_tuning_are_those_of_transformers(tmp_path, name, sizes, layout, changes):

@@ -420,7 +420,7 @@ MUTANTS = [
      "graphdef, _ = abstract_decoder(config, rules=rules, microbatches=microbatches, **options)",
      "graphdef, _ = abstract_decoder(config, rules=rules, **options)", "tests/models/test_decoder.py"),
     ("burst_jax/models/pipeline.py", "microbatch(inputs[1], time - stage)", "microbatch(inputs[1], time)",
-     f"{SHARDED} stage-seq"),
+     f"{SHARDED} pipeline"),
     ("burst_jax/models/shardings.py", "known = (tokens >= 0) & (tokens < size)", "known = tokens < size",
      "tests/models/test_decoder.py"),
     ("burst_jax/models/stack.py", "if block.repeats == segment.count == 1", "if block.repeats == 1",
