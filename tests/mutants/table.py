@@ -54,6 +54,7 @@ LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
 LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
 LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
+MAX_LOGITS = "tests/attention/test_max_logits.py -k bounds"
 CALL = "burst_jax/attention/call.py"
 ARGUMENTS = "burst_jax/attention/arguments.py"
 SHARDINGS = "burst_jax/attention/shardings.py"
@@ -321,6 +322,15 @@ MUTANTS = [
     ("pallas_kernels/softmax.py", "return jnp.maximum(sink, FLOOR),", "return sink,", f"{INTERFACE} -k softmax"),
     ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, total)", "total", f"{LARGE_LOGITS} -k kernels"),
     ("pallas_kernels/softmax.py", "jnp.where(too_large, jnp.nan, x)", "x", f"{LARGE_LOGITS} -k kernels"),
+    ("burst_jax/ring/max_logits.py", "largest[..., rows] if", "largest[..., rows - 1] if", MAX_LOGITS),
+    ("burst_jax/ring/max_logits.py", "np.arange(0, kv.length, length)",
+     "np.arange(0, kv.length - length + 1, length)", MAX_LOGITS),
+    ("burst_jax/ring/max_logits.py", "upper = jnp.maximum(lower, chosen.rest)", "upper = lower", MAX_LOGITS),
+    ("burst_jax/models/layer_sums.py", "lambda x: x.max(0)", "lambda x: x[0]",
+     "tests/training/test_max_logits_metric.py -k pipeline"),
+    ("burst_jax/training/step.py", "jax.tree.map(jnp.maximum, largest, logits)", "logits",
+     "tests/training/test_max_logits_metric.py -k accumulated"),
+    ("examples/perplexity.py", "new[: counted - start] = 0", "", "tests/project/test_hf_examples.py -k windows_and"),
     ("pallas_kernels/logits.py", "rounded(logits if bias is None else logits + bias)",
      "logits if bias is None else logits + bias", f"{LARGE_LOGITS} -k exact"),
     ("pallas_kernels/mosaic/tile_scheduler.py", "(work_tiles.ctas - 1 - fetched)", "(-1 - fetched)",
@@ -694,7 +704,7 @@ MUTANTS = [
     ("burst_jax/data/chats.py", "each.weights[:1] = 0", "pass", f"{CHATS} as_strings"),
     (CHAT_TEMPLATE, "(max(a, len(prompt)), b) for", "(a, b) for", f"{CHATS} may_hold"),
     (CHAT_TEMPLATE, "opened = opened if depth else length", "opened = length", f"{CHATS} may_hold"),
-    (CHAT_TEMPLATE, "if text.startswith(bounds[i][1])", "if True", f"{CHATS} without_blocks"),
+    (CHAT_TEMPLATE, "if text.startswith(after)", "if True", f"{CHATS} without_blocks"),
     (CHAT_TEMPLATE, "return \"tool_use\" if", "return \"default\" if", f"{CHATS} is_found_where"),
     (CHAT_TEMPLATE, "contents.append(now.date().isoformat())", "pass", f"{CHATS} date"),
     ("burst_jax/data/jinja_environment.py", "isinstance(name, str) and name.startswith(\"_\")", "False",
