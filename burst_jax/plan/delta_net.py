@@ -136,8 +136,9 @@ class DeltaNetSizes:
             )
         if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
             raise NotImplementedError(
-                f"delta_net has head dims {(sizes.head_dim, sizes.value_head_dim)}: the planner "
-                f"has rates of the kernels' {(HEAD_DIM, HEAD_DIM)} alone, none of XLA's path"
+                f"delta_net has head_dim {sizes.head_dim} and value_head_dim "
+                f"{sizes.value_head_dim}: the planner has rates of the kernels' {HEAD_DIM} alone, "
+                "none of XLA's path"
             )
         for name, count in (("heads", sizes.num_heads), ("key heads", sizes.num_key_heads)):
             if count % tensor:
