@@ -11,6 +11,10 @@ import pathlib
 import re
 from typing import Any
 
+# NumPy's other threads wait for their next product in a busy loop. NumPy reads this when it is
+# imported; workers and subprocesses inherit it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import compiled_programs as compiled
 import jax
 import pytest
@@ -149,12 +153,11 @@ def pytest_configure(config):
     jax.config.update("jax_num_cpu_devices", 8)
     if COMPILE_QUICKLY:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # Subprocesses inherit it.
-        # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
-        # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
+        # By default XLA splits each small program into up to 32 for its compiler threads. Workers
+        # and subprocesses inherit it.
         flags = os.environ.get("XLA_FLAGS", "")
         if (name := "--xla_cpu_parallel_codegen_split_count") not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {name}=1".strip()
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
     # folder: an entry that another worker is still writing counts as missing. The environment may
     # name another folder, which checkouts share.
