@@ -470,6 +470,6 @@ def test_memory_equals_the_compiled_program(strategy, options, backward):
         implementation=compiled.SMALL, **options,
     )  # fmt: skip
     shapes = compiled.inputs(mesh, tokens, heads, kv_heads, 64)
-    program = compiled.compile_for(gradient(attention), *shapes)
+    program = compiled.compile_for(gradient(attention), *shapes, has_kernels=False)
     planned = one(plan, strategy, layout, backward).memory
     assert planned == pytest.approx(gib(program), rel=0.1)
