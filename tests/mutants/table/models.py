@@ -152,4 +152,6 @@ MUTANTS = [
      "tests/layers/test_kimi_delta_attention.py -k continue"),
     ("burst_jax/models/delta_net.py", '"decay": self.head_dim}', '"decay": rank}',
      "tests/models/test_delta_net.py -k weights_of_kimi"),
+    ("burst_jax/models/layer_sums.py", "lambda x: x.max(0)", "lambda x: x[0]",
+     "tests/training/test_max_logits_metric.py -k pipeline"),
 ]  # fmt: skip
