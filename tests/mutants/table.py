@@ -50,6 +50,7 @@ SPECIAL_TOKENS = "tests/data/test_special_tokens.py -k"
 CHAT_TEMPLATE = "burst_jax/data/chat_template.py"
 LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
+LINEAR_EXCHANGE = "tests/linear/test_exchange.py"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
 LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
@@ -740,12 +741,14 @@ MUTANTS = [
      "tests/pallas_kernels/test_resolve.py -k shown_once"),
     ("burst_jax/ring/half_remat.py", "if reason is not None:", "if False:", "tests/ring/test_half.py -k raises"),
     # --- burst_jax/linear
-    ("burst_jax/linear/exchange.py", "runs.total - 1 - here if reverse else here", "here", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "return states[::-1] if reverse else states", "return states",
+     LINEAR_EXCHANGE),
+    ("burst_jax/linear/exchange.py", "found[turn], 1)", "found, 1)", LINEAR_EXCHANGE),
     ("burst_jax/linear/exchange.py", "jnp.where(place == 0, state, before(state))", "before(state)",
      "tests/linear/test_context_parallel.py -k log_steps"),
     ("burst_jax/linear/documents.py", "valid & (before != padding_id) & (before != here)",
      "valid & (before != here)", LINEAR_RING),
-    ("burst_jax/linear/delta_rule.py", "Maps(m.swapaxes(-1, -2), own)", "Maps(m, own)", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "Maps(kept.mT, _own", "Maps(kept, _own", LINEAR_EXCHANGE),
     ("burst_jax/linear/delta_rule.py", "jnp.where(is_last, ends, 0).sum(0)", "ends.sum(0)", LINEAR_RING),
     ("burst_jax/linear/split_documents.py", "begins = has & (offset == 0)", "begins = has", LINEAR_BALANCED),
     ("burst_jax/linear/split_documents.py", "jnp.where(lax.expand_dims(is_first, range(1, state.ndim)), 0, state)", "state", LINEAR_BALANCED),
@@ -777,8 +780,8 @@ MUTANTS = [
      f"{LINEAR_XLA} -k bfloat16"),
     ("burst_jax/layers/kimi_delta_attention.py", "jax.nn.sigmoid(gate", "jax.nn.silu(gate",
      "tests/layers/test_kimi_delta_attention.py -k continue"),
-    ("burst_jax/plan/delta_net.py", "if isinstance(sizes, KimiDelta):", "if False:",
-     "tests/models/test_delta_net.py -k softmax_attention_raises"),
+    ("burst_jax/plan/delta_net.py", "inputs * outputs // width", "outputs",
+     f"{PLAN_DELTA_NET} kernels_of_decays"),
     ("burst_jax/models/delta_net.py", '"decay": self.head_dim}', '"decay": rank}',
      "tests/models/test_delta_net.py -k weights_of_kimi"),
     ("pallas_kernels/linear/families.py", "if inputs.log_decay.ndim > inputs.beta.ndim:", "if False:",

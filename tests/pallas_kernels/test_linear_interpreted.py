@@ -61,15 +61,20 @@ def run(case, family):
     start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
     interpret, operation, options = FAMILIES[family]
     with interpret():
-        prepared = operation.prepare(inputs, **options)
+        if options["form"] is Form.APART:  # As devices of a ring do.
+            prepared, rows = operation.mapped(inputs, start / 2)
+        else:
+            prepared = operation.prepare(inputs, **options)
+            rows = operation.affine(inputs, prepared, start / 2)
         *results, kept = operation.forward(inputs, prepared, start, case.scale)
         prepared = RESTORE[operation.__name__](inputs, kept)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
-        m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
         got = dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True))
         got = {name: np.asarray(x) for name, x in got.items()}
-        mapped = np.asarray(m, np.float64) @ (case.start / 2) + np.asarray(u, np.float64)
+        rows = np.asarray(rows, np.float64).swapaxes(-1, -2)
+        u, m = np.split(rows, [case.start.shape[-1]], axis=-1)
+        mapped = m @ (case.start / 2) + u
         return got | {"mapped": mapped, "alone": np.asarray(alone)}
 
 
