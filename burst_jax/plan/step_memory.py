@@ -27,9 +27,9 @@ _SAVED = (23.0, 9.0)
 # Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
 # scan runs again.
 _FUSED, _AHEAD_FULL = -2.9, 4.0
-# Of v, in addition with a decay per key channel: float32 decays and their gradients, what scans read
-# of every value head, and a state of every chunk. At the peak, by whether it recomputes; ahead, and
-# there with remat "full"; and saved without remat.
+# Of v, in addition with a decay per key channel: float32 decays and their gradients, what scans
+# read of every value head, and a state of every chunk. At the peak, by whether it recomputes;
+# ahead, and there with remat "full"; and saved without remat.
 _CHANNELS_PEAK = {True: 7.6, False: 4.4}
 _CHANNELS_AHEAD, _CHANNELS_AHEAD_FULL, _CHANNELS_SAVED = 7.6, 5.0, 2.0
 # Fraction of a loss chunk whose logits are float32 at a time.
