@@ -307,9 +307,10 @@ def estimate(
     around = {name: features * count / bandwidth for name, count in _AROUND.items()}
     forward = seconds(*rates.forward) + around["forward"]
     backward = seconds(*rates.backward) + around["backward"]
-    halo, received, hosts = sizes.halo_bytes(rows, itemsize=2), [0, 0], 1
+    halo, hosts = sizes.halo_bytes(rows, itemsize=2), 1
+    received = sizes.exchanged_bytes(rows) + halo
+    received_back = sizes.exchanged_bytes(rows, backward=True) + halo
     if sizes.devices > 1:
-        received = [sizes.exchanged_bytes(rows, backward=x) + halo for x in (False, True)]
         hosts = -(-sizes.devices * strategy.tensor // cluster.gpus)
         rate = 1e9 * cluster.exchange_link
         if hosts > 1:
@@ -317,8 +318,8 @@ def estimate(
         # M and U are two arrays of permutes; the convolutions' permutes do not wait for each other.
         steps = 2 * (math.ceil(math.log2(sizes.devices)) + 1)
         steps = {"gather": 2, "heads": 3}.get(sizes.exchange, steps)
-        sent = [size / rate + (steps + 1) * _LATENCY for size in received]
-        forward += seconds(rates.affine) + sent[0]
-        backward += seconds(rates.first_gradient) + sent[1]
-    host_bytes = sum(received) if hosts > 1 else 0
-    return DeltaNetEstimate(forward, backward, *received, host_bytes)
+        latency = (steps + 1) * _LATENCY
+        forward += seconds(rates.affine) + received / rate + latency
+        backward += seconds(rates.first_gradient) + received_back / rate + latency
+    host_bytes = received + received_back if hosts > 1 else 0
+    return DeltaNetEstimate(forward, backward, received, received_back, host_bytes)
