@@ -14,6 +14,8 @@ from burst_jax.attention.api import burst_attention as burst_attention
 from burst_jax.attention.api import local_attention as local_attention
 from burst_jax.attention.api import ring_attention as ring_attention
 from burst_jax.attention.block_mask import block_mask_of as block_mask_of
+from burst_jax.attention.max_logits import max_logits as max_logits
+from burst_jax.attention.max_logits import ring_max_logits as ring_max_logits
 from burst_jax.attention.merging import merge as merge
 from burst_jax.attention.order import check_positions as check_positions
 from burst_jax.layers.attention_fn import linen_attention_fn as linen_attention_fn
@@ -29,6 +31,7 @@ from burst_jax.parallel.mesh import axes_of as axes_of
 from burst_jax.parallel.rules import ShardingRules as ShardingRules
 from burst_jax.parallel.xla_options import compiler_options as compiler_options
 from burst_jax.parallel.xla_options import set_compiler_options as set_compiler_options
+from burst_jax.ring.max_logits import MaxLogits as MaxLogits
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 
 try:

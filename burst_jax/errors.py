@@ -71,6 +71,13 @@ def check_positive(name: str, value: Any, also: str = "") -> float:
     return number
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """``value`` as a Python bool; raises ValueError unless it is True or False itself."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {shown(value)}: it must be True or False")
+    return bool(value)
+
+
 def shown(value: Any) -> str:
     """``repr(value)`` for a message: printable, and shortened to about 200 characters."""
     try:

@@ -77,7 +77,12 @@ def stop_tokens(folder: Path, vocab_size: int) -> list[int]:
     """End-of-text ids of ``generation_config.json`` or ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = read_object(path).get("eos_token_id") if path.exists() else None
+        given = read_object(path) if path.exists() else {}
+        found = given.get("eos_token_id")
+        # A model of text and images may have those of its language model alone.
+        text = given.get("text_config")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
         if found is not None:
             key, ids = (
                 f"{printable(path)}: eos_token_id",

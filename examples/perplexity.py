@@ -1,14 +1,16 @@
-"""Perplexity of a text under a Hugging Face checkpoint, with context parallelism.
+"""Perplexity of texts or chats under a Hugging Face checkpoint, with context parallelism.
 
     python examples/perplexity.py --model folder --data book.txt --seq-len 32768
     python examples/perplexity.py --model folder --data notes/ --seq-len 4096 --packed
     python examples/perplexity.py --model folder --data book.txt --seq-len 8192 --stride 4096
+    python examples/perplexity.py --model folder --data chats.jsonl --chat --packed
 
 Documents are cut into windows of ``--seq-len`` tokens. With ``--stride``, windows overlap and each
 counts only tokens that no earlier window counted, so later tokens have a context of at least
 ``seq_len - stride``. ``--packed`` packs several documents into one sequence, separated by segment
-ids. Without GPUs it uses 8 CPU devices. ``--check`` repeats the computation on one device and fails
-if the results differ.
+ids. With ``--chat`` documents are conversations, and what the assistant writes counts, as in
+``train_lm.py --chat``. Without GPUs it uses 8 CPU devices. ``--check`` repeats the computation on
+one device and fails if the results differ.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ import numpy as np
 from flax import nnx
 from hf_checkpoints import add_inference_options, load_for_inference
 from jax.sharding import Mesh
+from run_chats import add_chat_options, chat_tokens, check_conversations
 from run_log import replace_file
 from run_options import tokenizer_of
 
 from burst_jax import ShardingRules
 from burst_jax.command_line import Parser, file_or_folder, integer, use_cpu_devices
-from burst_jax.data import Corpus, TokenizerFile, open_corpus
+from burst_jax.data import ChatTokens, Corpus, TokenizerFile, open_corpus
+from burst_jax.data.chunks import Chunks
 from burst_jax.layouts.permutation import to_layout
 from burst_jax.models import check_trained_length, load_config, trained_length
 from burst_jax.parallel.mesh_option import batch_of_option, mesh_of_option, one_device
@@ -45,12 +49,12 @@ class Window(NamedTuple):
     """A part of a document.
 
     Attributes:
-      tokens: integers, one more than targets.
-      counted: number of targets at the end that count.
+      tokens: integers ``[n]``.
+      weights: float32 ``[n - 1]``, the weight of each target: 1 if it counts, else 0.
     """
 
     tokens: np.ndarray
-    counted: int
+    weights: np.ndarray
 
 
 def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.ndarray]:
@@ -63,15 +67,42 @@ def documents(corpus: Corpus, tokenizer: TokenizerFile | None) -> Iterator[np.nd
         yield np.concatenate([np.array(start, ids.dtype), ids, np.array(end, ids.dtype)])
 
 
-def windows(ids: np.ndarray, seq_len: int, stride: int) -> Iterator[Window]:
-    """Windows of at most ``seq_len`` targets; each target counts in one of them."""
+def chats_of(args: argparse.Namespace) -> tuple[Corpus, ChatTokens]:
+    """The conversations of ``--data``, and their tokenizer; long ones are cut into windows."""
+    tokens = chat_tokens(args, tokenizer_of(args), day=args.chat_date, too_long="cut")
+    return open_corpus(args.data, chats=True), tokens
+
+
+def conversations(
+    corpus: Corpus, tokens: ChatTokens, vocab_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of each conversation, or of its part up to an answer, and which of them count."""
+    chunks = Chunks(corpus, tokens, vocab_size, length=1, stride=1)
+    for index in range(len(chunks)):
+        found = chunks[index]
+        ends = np.cumsum(found["lengths"])[:-1]
+        tokens_and_weights = (np.split(found[name], ends) for name in ("tokens", "weights"))
+        yield from zip(*tokens_and_weights, strict=True)
+
+
+def windows(
+    ids: np.ndarray, seq_len: int, stride: int, weights: np.ndarray | None = None
+) -> Iterator[Window]:
+    """Windows of at most ``seq_len`` targets; each target counts in one of them, or in none.
+
+    ``weights``, float32 like ``ids``, are 1 for tokens that count; None is all.
+    """
+    of_targets = np.ones(max(len(ids) - 1, 0), np.float32) if weights is None else weights[1:]
     counted = 0
-    for start in range(0, max(len(ids) - 1, 0), stride):
+    for start in range(0, len(of_targets), stride):
         window = ids[start : start + seq_len + 1]
         end = start + len(window) - 1
-        yield Window(window, end - counted)
+        new = of_targets[start:end].copy()
+        new[: counted - start] = 0
+        if new.any():
+            yield Window(window, new)
         counted = end
-        if end == len(ids) - 1:
+        if end == len(of_targets):
             return
 
 
@@ -95,7 +126,7 @@ def sequence(windows: list[Window], seq_len: int) -> tuple[np.ndarray, np.ndarra
     for number, window in enumerate(windows, 1):
         end = place + len(window.tokens)
         tokens[place:end], segments[place:end] = window.tokens, number
-        counts[end - 1 - window.counted : end - 1] = 1
+        counts[place : end - 1] = window.weights
         place = end
     return tokens, segments, counts
 
@@ -117,16 +148,22 @@ def batches(
         yield place_batch(batch, mesh, rules=rules)
 
 
+def all_windows(args: argparse.Namespace, vocab_size: int) -> Iterator[Window]:
+    """The windows of all documents or conversations."""
+    if args.chat:
+        found = conversations(*chats_of(args), vocab_size)
+    else:
+        corpus = open_corpus(args.data, key=args.text_key)
+        tokenizer = tokenizer_of(args) if corpus.reader.is_text else None
+        found = ((checked(ids, vocab_size), None) for ids in documents(corpus, tokenizer))
+    for ids, weights in found:
+        yield from windows(ids, args.seq_len, args.stride, weights)
+
+
 def perplexity(args: argparse.Namespace, mesh: Mesh) -> Evaluation:
     """The perplexity of all documents, computed on a mesh."""
     rules, model = ShardingRules.of(mesh), load_for_inference(args, mesh)
-    corpus = open_corpus(args.data, key=args.text_key)
-    tokenizer = tokenizer_of(args) if corpus.reader.is_text else None
-    parts = (
-        window
-        for ids in documents(corpus, tokenizer)
-        for window in windows(checked(ids, model.config.vocab_size), args.seq_len, args.stride)
-    )
+    parts = all_windows(args, model.config.vocab_size)
     packs = packed(parts, args.seq_len) if args.packed else ([part] for part in parts)
     graphdef, params = nnx.split(model)
     return evaluate(make_eval_step(graphdef), params, batches(args, packs, mesh, rules))
@@ -152,6 +189,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
         help='text, JSON lines with a "text" key, or .npy arrays of token ids; a file or a folder',
     )  # fmt: skip
     add("--text-key", default="text", metavar="KEY", help="of JSON lines (default: text)")
+    add_chat_options(add, long_chats=False)
     add("--seq-len", type=integer(1), help="tokens (default: 4096, or the model's limit)")
     add("--stride", type=integer(1), help="tokens between window starts (default: --seq-len)")
     add("--packed", action="store_true", help="pack several documents into a sequence")
@@ -163,6 +201,8 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, Parse
 
 def prepare(args: argparse.Namespace) -> Mesh:
     """Fills in defaults and validates the arguments; raises ValueError."""
+    if args.chat_date is not None and not args.chat:
+        raise ValueError("--chat-date needs --chat")
     mesh = mesh_of_option(args.mesh)
     args.batch = batch_of_option(args.batch, mesh)
     if args.out is not None:
@@ -178,6 +218,8 @@ def prepare(args: argparse.Namespace) -> Mesh:
             f"--stride is {args.stride}: it must be at most --seq-len, {args.seq_len}, or tokens "
             "would be skipped"
         )
+    if args.chat:
+        print(check_conversations(args, *chats_of(args), config.vocab_size))
     return mesh
 
 

@@ -17,17 +17,18 @@ from burst_jax.parallel.processes import by_first_process
 SAMPLE_TOKENS = 200
 
 
-def add_chat_options(add: Callable[..., Any]) -> None:
-    """Adds the options of conversations to a group of a command line."""
+def add_chat_options(add: Callable[..., Any], *, long_chats: bool = True) -> None:
+    """Adds the options of conversations to a command line; ``long_chats``: that option, too."""
     add(
         "--chat", action="store_true",
         help='--data is JSON lines with "messages", or "prompt" and "completion"; only what the '
         "assistant writes counts",
     )  # fmt: skip
-    add(
-        "--long-chats", choices=("error", "cut"),
-        help="conversations longer than --seq-len (default: error)",
-    )  # fmt: skip
+    if long_chats:
+        add(
+            "--long-chats", choices=("error", "cut"),
+            help="conversations longer than --seq-len (default: error)",
+        )  # fmt: skip
     add("--chat-date", type=date, help="for templates that write it (default: today)")
 
 

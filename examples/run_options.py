@@ -185,6 +185,11 @@ def add_run_options(parser: Parser) -> None:
         help=f"peak learning rate {default('lr')}, 2e-5 with --model, 2e-4 with LoRA",
     )
     add("--accumulate", type=int, default=1, help="gradient accumulation steps")
+    add(
+        "--max-logits",
+        action="store_true",
+        help="log the largest attention logit of each step, max_logit",
+    )
     add("--dtype", choices=("float32", "bfloat16"), help=f"training dtype {default('dtype')}")
     add(
         "--moment-dtype",

@@ -192,7 +192,9 @@ def train(
 
     def train_step_of(layout: str) -> TrainStep:
         graphdef, _ = abstract_decoder(run.config, mesh=run.mesh, layout=layout, **options)
-        return make_train_step(graphdef, optimizer, accumulate=args.accumulate)
+        return make_train_step(
+            graphdef, optimizer, accumulate=args.accumulate, max_logits=args.max_logits
+        )
 
     work_log = WorkLog(ring_size(run.mesh))
     peak, tokens = peak_flops(run.mesh.devices.flat[0].device_kind), args.batch * args.seq_len
@@ -265,7 +267,7 @@ def train(
                 params, opt_state, metrics = steps[layout](params, opt_state, batch)
                 # Prepared while the devices compute the step.
                 following = next(ahead) if step < args.steps else None
-                numbers = {name: float(value) for name, value in metrics.items()}
+                numbers = numbers_of(metrics)
             log.step(step, numbers | work)
             due = args.checkpoint_every and step % args.checkpoint_every == 0
             if due or (args.checkpoint_every and step == args.steps):
@@ -278,6 +280,15 @@ def train(
         elif reached > saved:
             check_weights(reached, params, checkpoints)
     return params, log
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """A step's metrics as numbers: of the largest logits, those of all layers and heads."""
+    logits = metrics.pop("max_logits", None)
+    numbers = {name: float(value) for name, value in metrics.items()}
+    if logits is not None:
+        numbers["max_logit"], numbers["max_logit_bound"] = (float(x.max()) for x in logits)
+    return numbers
 
 
 def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: RunLog) -> int:

@@ -67,6 +67,10 @@ class BlockMask:
         of_heads = jax.vmap(lambda table: table.at[rows, columns].get(mode="clip"))(self.table)
         return of_heads.reshape(-1, groups if self.heads > 1 else 1, *of_heads.shape[1:])
 
+    def at(self, heads: jax.Array, q_positions: jax.Array, kv_positions: jax.Array) -> jax.Array:
+        """Which scores count, for indices of the table's heads and positions that broadcast."""
+        return self.table[heads, self.rows(q_positions), self.columns(kv_positions)]
+
     def tiles(self, q: TileSummary, kv: TileSummary) -> tuple[jax.Array, jax.Array]:
         """What is known about every tile of scores: ``(possible, full)``, bool ``[N or 1, q, kv]``.
 

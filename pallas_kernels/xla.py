@@ -16,13 +16,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
-from pallas_kernels.arrays import pad_axis, rounded, vary, varying_axes
+from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, supports_all_inputs
 from pallas_kernels.bounds import lists_for_all, over_batch, query_bounds, split_tiles
 from pallas_kernels.dropout import column_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
-from pallas_kernels.mask import both
+from pallas_kernels.logits import in_groups, masked_logits, products
 from pallas_kernels.merge import merge
 from pallas_kernels.spec import AttentionSpec, Tiles
 
@@ -163,7 +163,7 @@ def _visit_keys(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array, st
     shrink = jnp.exp(m - m_next)
     total = total * shrink + p.sum(-1)
     kept = keys.dropped(queries, p, j).astype(v.dtype)
-    acc = acc * shrink[..., None] + _matmul("bkgqs,bksh->bkgqh", kept, v)
+    acc = acc * shrink[..., None] + products("bkgqs,bksh->bkgqh", kept, v)
     return acc, total, m_next
 
 
@@ -176,15 +176,15 @@ def _add_gradients(keys: _KeyTiles, queries: dict[str, jax.Array], j: jax.Array,
     score, (k, v) = keys.spec.score, keys.slice(j)
     raw = keys.raw(queries, k)
     p = jnp.exp(keys.logits(queries, raw, j) - queries["lse"][..., None])
-    dp = keys.dropped(queries, _matmul("bkgqh,bksh->bkgqs", queries["do"], v), j)
+    dp = keys.dropped(queries, products("bkgqh,bksh->bkgqs", queries["do"], v), j)
     ds = p * (dp - queries["delta"][..., None])
     parts = score.per_head_gradients(ds, *keys.positions_of(queries, j))
     per_head_sums = {name: per_head_sums[name] + x.sum(-1) for name, x in parts.items()}
     ds = score.to_products(raw, p, ds, keys.coordinates(queries, j)).astype(k.dtype)
-    dq += _matmul("bkgqs,bksh->bkgqh", ds, k)
-    new_dk = _matmul("bkgqs,bkgqh->bksh", ds, queries["q"])
+    dq += products("bkgqs,bksh->bkgqh", ds, k)
+    new_dk = products("bkgqs,bkgqh->bksh", ds, queries["q"])
     kept = keys.dropped(queries, p, j).astype(v.dtype)
-    new_dv = _matmul("bkgqs,bkgqh->bksh", kept, queries["do"])
+    new_dv = products("bkgqs,bkgqh->bksh", kept, queries["do"])
     return dq, (keys.add(dk, new_dk, j), keys.add(dv, new_dv, j)), per_head_sums
 
 
@@ -205,8 +205,7 @@ class _KeyTiles:
         self.block_mask, self.groups = inputs.shared.block_mask, inputs.groups
         self._coordinates = inputs.coordinates
         self.per_head = {
-            name: x.reshape(1, -1, inputs.groups, 1, 1)
-            for name, x in inputs.shared.score_parameters.items()
+            name: in_groups(x, inputs.groups) for name, x in inputs.shared.score_parameters.items()
         }
 
     def _tile(self, x: jax.Array, j: jax.Array, axis: int) -> jax.Array:
@@ -227,7 +226,7 @@ class _KeyTiles:
 
     def raw(self, queries: dict[str, jax.Array], k: jax.Array) -> jax.Array:
         """Raw scores of a query tile and a KV tile, ``[B, K, G, q, s]``."""
-        return self.spec.score.raw(_matmul("bkgqh,bksh->bkgqs", queries["q"], k))
+        return self.spec.score.raw(products("bkgqh,bksh->bkgqs", queries["q"], k))
 
     def positions_of(
         self, queries: dict[str, jax.Array], j: jax.Array
@@ -254,32 +253,30 @@ class _KeyTiles:
 
     def logits(self, queries: dict[str, jax.Array], raw: jax.Array, j: jax.Array) -> jax.Array:
         """Logits of a query tile and KV tile j, -inf where masked."""
-        coordinates = self.coordinates(queries, j)
-        logits = self.spec.score.modified(raw, coordinates)
-        bias = self.spec.score.bias(*self.positions_of(queries, j), self.per_head)
-        logits = rounded(logits if bias is None else logits + bias)
-        ids = self.segment_ids
-        mask = self.spec.mask.allowed(
-            queries["positions"][:, None],
-            self._tile(self.positions, j, 0)[None, :],
-            None if ids is None else queries["segment_ids"][:, None, None, :, None],
-            None if ids is None else self._tile(ids, j, 1)[:, None, None, None, :],
-            **{
+        further, blocks, ids = [], self.block_mask, self.segment_ids
+        if blocks is not None:
+            at = queries["positions"], self._tile(self.positions, j, 0)
+            further.append(blocks.allowed(*at, self.groups))
+        if self.padded != self.length:
+            further.append(j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length)
+        own_ids = None, None
+        if ids is not None:
+            of_keys = self._tile(ids, j, 1)[:, None, None, None, :]
+            own_ids = queries["segment_ids"][:, None, None, :, None], of_keys
+        return masked_logits(
+            self.spec,
+            raw,
+            *self.positions_of(queries, j),
+            per_head=self.per_head,
+            segment_ids=own_ids,
+            kv_bounds={
                 name: queries[name][:, None, None, :, None]
                 for name in ("kv_starts", "kv_ends")
                 if name in queries
             },
-            coordinates=coordinates,
+            coordinates=self.coordinates(queries, j),
+            further=further,
         )
-        blocks = self.block_mask
-        if blocks is not None:
-            at = queries["positions"], self._tile(self.positions, j, 0)
-            by_blocks = blocks.allowed(*at, self.groups)
-            mask = by_blocks if mask is None else both(mask, by_blocks)
-        if self.padded != self.length:
-            inside = j * self.block + jnp.arange(self.block, dtype=jnp.int32) < self.length
-            mask = inside if mask is None else both(mask, inside)
-        return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
 
 
 def _mapped_like[Arrays](bounds: jax.Array, arrays: Arrays) -> Arrays:
@@ -292,13 +289,6 @@ def _mapped_like[Arrays](bounds: jax.Array, arrays: Arrays) -> Arrays:
     # XLA removes a choice between an array and itself.
     either = bounds.sum(dtype=jnp.int32) == 0
     return jax.tree.map(lambda x: jnp.where(either, x, x), arrays)
-
-
-def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # HIGHEST: float32 operands are not rounded to TF32; nothing changes for bf16.
-    return jnp.einsum(
-        subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
 
 
 def _split_queries(x: jax.Array, groups: int, block: int) -> jax.Array:

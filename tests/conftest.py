@@ -4,9 +4,13 @@ With ``--implementation`` the tests of local attention run compiled, on the GPU:
 ``pytest tests/pallas_kernels/test_local_*.py --implementation mosaic_sm90``.
 """
 
+import os
+
+# NumPy reads it when it is imported. Its threads wait for their next product in a busy loop.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import collections
 import gc
-import os
 import pathlib
 import re
 from typing import Any
@@ -149,12 +153,11 @@ def pytest_configure(config):
     jax.config.update("jax_num_cpu_devices", 8)
     if COMPILE_QUICKLY:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # Subprocesses inherit it.
-        # By default XLA splits each small program into up to 32 for its compiler threads. NumPy's
-        # threads wait for their next product in a busy loop. Workers and subprocesses inherit both.
+        # By default XLA splits each small program into up to 32 for its compiler threads. Workers
+        # and subprocesses inherit it.
         flags = os.environ.get("XLA_FLAGS", "")
         if (name := "--xla_cpu_parallel_codegen_split_count") not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {name}=1".strip()
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Compiled programs are kept for the next run; subprocesses use them, too. Workers share the
     # folder: an entry that another worker is still writing counts as missing. The environment may
     # name another folder, which checkouts share.

@@ -29,8 +29,8 @@ from burst_jax.attention.shardings import (
     check_one_device,
     check_outside_shard_map,
 )
-from burst_jax.attention.validation import check_bool
 from burst_jax.attention.watch import attention_program
+from burst_jax.errors import check_bool
 from burst_jax.parallel.mesh import (
     AxisNames,
     reshard_explicit,
@@ -126,6 +126,25 @@ def burst_attention(
     no_more_positional(burst_attention, positional)
     arguments = AttentionArguments.of(burst_attention, options)
     check_bool("return_residual", return_residual)
+    request, shardings, arrays = checked_call(arguments, query, key, value)
+    results: Any = _on_mesh(request, shardings, _results(return_residual), arrays)
+    if arguments.pad:
+        results = tuple(cut(x, shardings, query) for x in results)
+    return results if return_residual else results[0]
+
+
+def checked_call(
+    arguments: AttentionArguments,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    watched: bool = True,
+) -> tuple[Request, ArrayShardings, dict[str, jax.Array]]:
+    """A checked call on global arrays: its static request, how its arrays are sharded, and these.
+
+    Errors are those of :func:`burst_attention`; ``watched`` is that of :func:`parse_call`.
+    """
     check_pad(arguments.pad, arguments.layout)
     check_outside_shard_map(arguments)
     mesh = resolve_mesh(arguments.mesh)
@@ -138,6 +157,7 @@ def burst_attention(
         axes=arguments.seq_axis,
         size_of=functools.partial(size_on_mesh, mesh),
         local=False,
+        watched=watched,
     )
     shardings = ArrayShardings.of(mesh, request, arguments)
     if arguments.pad:
@@ -146,10 +166,7 @@ def burst_attention(
     check_devices(mesh, arrays)
     arrays = shardings.check(arrays)
     arrays |= {name: shardings.reshard(name, x) for name, x in derived.items()}
-    results: Any = _on_mesh(request, shardings, _results(return_residual), arrays)
-    if arguments.pad:
-        results = tuple(cut(x, shardings, query) for x in results)
-    return results if return_residual else results[0]
+    return request, shardings, arrays
 
 
 def _results(return_residual: bool) -> tuple[str, ...]:
@@ -268,11 +285,18 @@ def ring_attention(
 
 
 def ring_call(
-    query: jax.Array, key: jax.Array, value: jax.Array, axis_name: AxisNames, **options: Any
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: AxisNames,
+    *,
+    watched: bool = True,
+    **options: Any,
 ) -> tuple[Request, AttentionInputs]:
     """A checked call of :func:`ring_attention`: its static request and its inputs.
 
-    Arguments and errors are those of :func:`ring_attention`.
+    Arguments and errors are those of :func:`ring_attention`; ``watched`` is that of
+    :func:`parse_call`.
     """
     request, arrays, derived = parse_call(
         RingArguments.of(ring_attention, options),
@@ -282,6 +306,7 @@ def ring_call(
         axes=axis_name,
         size_of=size_in_shard_map,
         local=True,
+        watched=watched,
     )
     check_local_shapes(request, query, key)
     if not request.token_axes:

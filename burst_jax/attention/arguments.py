@@ -245,8 +245,9 @@ _REMEDIES = {"bias": _NO_DENSE_MASK, "mask": _NO_DENSE_MASK}
 def takes[F: Callable[..., Any]](arguments: type[LocalArguments]) -> Callable[[F], F]:
     """Gives a public function the signature and the "Args" section of its arguments' class.
 
-    The function is written as ``f(query, key, value, *positional, return_residual=False,
-    **options)``; ``{arguments}`` in its docstring is where the descriptions go.
+    The function is written as ``f(query, key, value, *positional, own=default, **options)``, with
+    keywords of its own like ``return_residual``; ``{arguments}`` in its docstring is where the
+    descriptions go.
     """
 
     def decorate(function: F) -> F:
@@ -255,6 +256,7 @@ def takes[F: Callable[..., Any]](arguments: type[LocalArguments]) -> Callable[[F
         fields = {field.name: field for field in dataclasses.fields(arguments)}
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
         shown = [each for each in own.parameters.values() if each.kind is positional]
+        extra = [each for each in own.parameters.values() if each.kind is each.KEYWORD_ONLY]
         keywords = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=fields[name].default,
@@ -262,7 +264,7 @@ def takes[F: Callable[..., Any]](arguments: type[LocalArguments]) -> Callable[[F
             )
             for name in arguments.names()
         ]  # fmt: skip
-        parameters = [*shown, *keywords, own.parameters["return_residual"]]
+        parameters = [*shown, *keywords, *extra]
         signature = own.replace(parameters=parameters)
         annotations = {each.name: each.annotation for each in parameters}
         function.__annotations__ = annotations | {"return": own.return_annotation}

@@ -19,7 +19,6 @@ from burst_jax.attention.validation import (
     POSITIONS,
     WINDOW_SIDES,
     check_arrays,
-    check_bool,
     check_dropout_key,
     check_dropout_rate,
     check_number,
@@ -35,7 +34,7 @@ from burst_jax.attention.validation import (
     window_sides,
 )
 from burst_jax.attention.watch import watch_call
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_bool, check_integer
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.ring.request import Request
 from pallas_kernels import AttentionSpec, Dropout, find
@@ -70,6 +69,7 @@ def parse_call(
     axes: AxisNames = None,
     size_of: Callable[[str, str], int],
     local: bool,
+    watched: bool = True,
 ) -> Call:
     """Checks everything about a call that does not depend on how global arrays are sharded.
 
@@ -82,12 +82,14 @@ def parse_call(
       axes: its value.
       size_of: ``(argument, axis) -> devices along it``; raises for an unknown axis.
       local: whether the arrays are one device's shards of the sequences.
+      watched: whether :mod:`burst_jax.verify` sees the call, as one of attention.
 
     Raises:
       ValueError: an argument is wrong.
       NotImplementedError: a combination that the kernels do not support.
     """
-    watch_call(arguments, query, axes, local)
+    if watched:
+        watch_call(arguments, query, axes, local)
     arrays = check_arrays(arguments, query, key, value)
     request = make_request(
         arguments,

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.shardings import ArrayShardings, check_devices
-from burst_jax.attention.validation import check_bool
+from burst_jax.errors import check_bool
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.parallel.mesh import explicit_spec, flat_names, restrict_spec
 from burst_jax.ring.request import Request

@@ -368,13 +368,6 @@ def check_prefix(arguments: LocalArguments) -> None:
         )
 
 
-def check_bool(name: str, value: object) -> bool:
-    """``value``; raises ValueError unless it is True or False itself."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} is {value!r}: it must be True or False")
-    return bool(value)
-
-
 def check_scale(scale: Any, head_dim: int) -> float:
     """The argument ``scale`` as a float, ``1 / sqrt(H)`` for None.
 

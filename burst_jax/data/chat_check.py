@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from burst_jax.data.chats import ChatTokens
+from burst_jax.data.chats import ChatTokens, MissingTemplate
 from burst_jax.data.chunks import Chunks
 from burst_jax.data.corpus import Corpus
 from burst_jax.errors import check_integer
@@ -45,8 +45,8 @@ def check_chats(
 
     Raises:
       ValueError: for each of the first five wrong conversations its file and line, what is wrong
-        and the remedy, and the number of all. With ``too_long="error"`` that includes those that
-        are longer than a sequence.
+        and the remedy, a missing chat template only once, and the number of all. With
+        ``too_long="error"`` that includes those that are longer than a sequence.
     """
     length = check_integer("seq_len", seq_len, 1) + 1
     if not corpus.reader.is_chats:
@@ -54,13 +54,16 @@ def check_chats(
     vocabulary = tokens.vocab_size if vocab_size is None else vocab_size
     chunks = Chunks(corpus, tokens, vocabulary, length=length, stride=length)
     wrong: list[str] = []
+    lacks_template = False
     sequences = total = counted = longest = count = 0
     for index in range(len(chunks)):
         try:
             found = chunks[index]
         except ValueError as error:
             count += 1
-            if len(wrong) < _SHOWN:
+            repeated = lacks_template and isinstance(error, MissingTemplate)
+            lacks_template |= isinstance(error, MissingTemplate)
+            if len(wrong) < _SHOWN and not repeated:
                 wrong.append(str(error))
             continue
         lengths = found["lengths"]

@@ -26,6 +26,10 @@ _FORMATS = (
 )
 
 
+class MissingTemplate(ValueError):
+    """Messages without a chat template: the same for every line that has some."""
+
+
 class ChatSequence(NamedTuple):
     """A conversation, or its part up to an answer.
 
@@ -259,7 +263,7 @@ class ChatTokens:
 
     def _with_template(self, name: str, other_remedy: str = "") -> ChatTemplate:
         if self._template is None:
-            raise ValueError(
+            raise MissingTemplate(
                 f"{name} has messages, and there is no chat template: add chat_template.jinja to "
                 f"the tokenizer's folder{other_remedy}"
             )

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.segment_ids import with_padding_zero
-from burst_jax.errors import check_integer, check_positive
+from burst_jax.errors import check_bool, check_integer, check_positive
 from burst_jax.layers.nnx_layer import KERNEL_INIT
 from burst_jax.layers.norm import RMSNorm
-from burst_jax.layers.projection import project
+from burst_jax.layers.projection import check_explicit_heads, check_local_heads, project
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
@@ -109,7 +109,8 @@ class GatedDeltaNet(nnx.Module):
         the fastest that supports the call.
 
     Raises:
-      ValueError: sizes that do not fit together, or an unknown layout.
+      ValueError: sizes that do not fit together, a negative_eigenvalues that is no bool, or an
+        unknown layout.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class GatedDeltaNet(nnx.Module):
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         check_sizes(num_heads, num_key_heads, head_dim, value_head_dim, conv_taps)
         check_positive("norm_epsilon", norm_epsilon)
+        check_bool("negative_eigenvalues", negative_eigenvalues)
         parse_layout(layout)
         self.num_heads, self.num_key_heads = num_heads, num_key_heads
         self.negative_eigenvalues = negative_eigenvalues
@@ -368,6 +370,7 @@ class GatedDeltaNet(nnx.Module):
             raise ValueError(f"x has shape {x.shape}: it needs [B, T, features]")
         options: Any = dict(self.options)
         implementation = options.pop("implementation")
+        tensor_axis = options["tensor_axis"]
         if inside := inside_shard_map(options["seq_axis"]):
             axes = flat_names(options["seq_axis"])
             options = {
@@ -377,16 +380,18 @@ class GatedDeltaNet(nnx.Module):
                 "padding_id": options["padding_id"],
             }
         else:
-            self._check_explicit_heads()
+            check_explicit_heads(tensor_axis, self._mesh(), type(self).__name__)
         options |= {"segment_ids": segment_ids, "document_tables": document_tables}
         layer = gather_explicit(self)
         if inside:
-            layer._check_local_heads()
+            for kind, count in (("key", self.num_key_heads), ("value", self.num_heads)):
+                local = getattr(layer, kind).kernel.shape[-2]
+                check_local_heads(tensor_axis, kind, local, count, "all weights")
         tails = {}
 
         def mixed(name: str) -> jax.Array:
             inputs, taps = project(getattr(layer, name), x), getattr(layer, f"{name}_conv")[...]
-            tail = None if before is None or len(taps) == 1 else getattr(before, name)
+            tail = None if before is None else getattr(before, name)
             if tail is not None:
                 tail = tail.reshape(*tail.shape[:2], -1)
             found = short_convolution(
@@ -433,36 +438,6 @@ class GatedDeltaNet(nnx.Module):
                     f"state.{name} has shape {given.shape}, and of x's {batch} sequences it has "
                     f"{own.shape}: pass the state that this layer returned for them"
                 )
-
-    def _check_local_heads(self) -> None:
-        """Raises ValueError unless devices along ``tensor_axis`` have different heads."""
-        axes = flat_names(dict(self.options)["tensor_axis"])
-        devices = math.prod(lax.axis_size(axis) for axis in axes)
-        for name, kind, heads in (
-            ("key", "key", self.num_key_heads),
-            ("value", "value", self.num_heads),
-        ):
-            local = getattr(self, name).kernel.shape[-2]
-            if local * devices != heads:
-                raise ValueError(
-                    f"tensor_axis is {axes}, {devices} devices, and each has the weights of "
-                    f"{local} of {heads} {kind} heads: inside a shard_map shard the heads of all "
-                    "weights over it, or leave tensor_axis out"
-                )
-
-    def _check_explicit_heads(self) -> None:
-        """Raises NotImplementedError if heads are sharded over an Explicit axis.
-
-        Weights are gathered over Explicit axes, so the projections would not be sharded.
-        """
-        options = dict(self.options)
-        names, mesh = flat_names(options["tensor_axis"]), self._mesh()
-        if mesh is not None and set(mesh.explicit_axes).intersection(names):
-            raise NotImplementedError(
-                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: "
-                f"{type(self).__name__} gathers its weights over Explicit axes; make the axis Auto "
-                "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         saved = tuple(without_devices(dict(self.options)).items())

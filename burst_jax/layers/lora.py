@@ -25,7 +25,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from burst_jax.errors import check_integer, optional
+from burst_jax.errors import check_bool, check_integer, optional
 
 LORA_A, LORA_B = "kernel_lora_a", "kernel_lora_b"
 # A decoder layer's projections, and their names in transformers.
@@ -88,10 +88,7 @@ class Lora:
         real = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
         if alpha is not None and not (real and 0 < alpha < math.inf):
             raise ValueError(f"alpha is {alpha!r}: it must be positive and finite, or None")
-        if not isinstance(self.rank_stabilized, bool):
-            raise ValueError(
-                f"rank_stabilized is {self.rank_stabilized!r}: it must be True or False"
-            )
+        check_bool("rank_stabilized", self.rank_stabilized)
         if not self.projections:
             raise ValueError(f"targets is {self.targets!r}: it matches none of {_PROJECTION_NAMES}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, Literal, Unpack
 
@@ -20,10 +19,15 @@ from burst_jax.attention.arguments import MASK_ARRAYS, AttentionOptions, MaskArr
 from burst_jax.attention.order import reject_wrong_order
 from burst_jax.attention.score_mod import reject_batch_and_head_indices
 from burst_jax.attention.segment_ids import SIDES, with_padding_zero
-from burst_jax.errors import shown
+from burst_jax.errors import check_bool
 from burst_jax.layers.attention_fn import check_options
-from burst_jax.layers.norm import JointRMSNorm, RMSNorm
-from burst_jax.layers.projection import local_heads, project
+from burst_jax.layers.norm import JointRMSNorm, RMSNorm, check_qk_norm
+from burst_jax.layers.projection import (
+    check_explicit_heads,
+    check_local_heads,
+    local_heads,
+    project,
+)
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, apply_rope, rope_table
 from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
@@ -153,8 +157,10 @@ class BurstAttention(nnx.Module):
             head_dim = in_features // num_heads
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         _check_sizes(num_heads, num_kv_heads, head_dim, value_head_dim, rope_theta)
-        if qk_norm not in (False, True, "joint"):
-            raise ValueError(f"qk_norm is {shown(qk_norm)}: use True, False or 'joint'")
+        check_qk_norm(qk_norm)
+        flags = {"use_bias": use_bias, "sinks": sinks, "output_gate": output_gate}
+        for name, value in (flags | ({} if out_bias is None else {"out_bias": out_bias})).items():
+            check_bool(name, value)
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         # A tuple, because nnx hashes the static attributes of a module.
@@ -296,12 +302,16 @@ class BurstAttention(nnx.Module):
             )
         options: Any = dict(self.options)
         inside = inside_shard_map(sequence_axes(options))
-        if not inside:
-            self._check_explicit_heads()
+        tensor_axis = options.get("tensor_axis")
+        if tensor_axis is not None and not inside:
+            check_explicit_heads(tensor_axis, resolve_mesh(options.get("mesh")), "BurstAttention")
         layer = gather_explicit(self)
         if inside:
             query = project(layer.query, x)
-            self._check_local_heads(query.shape[2])
+            check_local_heads(
+                tensor_axis, "query", query.shape[2], self.query.out_features[0],
+                "the query and out weights",
+            )  # fmt: skip
             first, count = self._first_kv_head(query.shape[2])
             local = (local_heads(linear, first, count) for linear in (self.key, self.value))
             key, value = (project(linear, x) for linear in local)
@@ -331,7 +341,7 @@ class BurstAttention(nnx.Module):
             fn = attention_fn or _without_aux(burst_attention)
             out, aux = fn(query, key, value, **options)
             return layer.out(layer.gated(out, x)), aux
-        tensor_axis = options.pop("tensor_axis", None)
+        options.pop("tensor_axis", None)
         batch_and_heads = flat_names(options.pop("batch_axis", None), tensor_axis)
         options.pop("mesh", None)
         reject_batch_and_head_indices(batch_and_heads, options)
@@ -408,18 +418,6 @@ class BurstAttention(nnx.Module):
             )
         return rngs.dropout()
 
-    def _check_local_heads(self, num_heads: int) -> None:
-        """Raises ValueError unless devices along ``tensor_axis`` have different query heads."""
-        axes = flat_names(dict(self.options).get("tensor_axis"))
-        all_heads = self.query.out_features[0]
-        devices = math.prod(lax.axis_size(axis) for axis in axes)
-        if num_heads * devices != all_heads:
-            raise ValueError(
-                f"tensor_axis is {axes}, {devices} devices, and each has the weights of "
-                f"{num_heads} of {all_heads} query heads: inside a shard_map shard the heads of "
-                "the query and out weights over it, or leave tensor_axis out"
-            )
-
     def _first_kv_head(self, num_heads: int) -> tuple[jax.Array, int]:
         """``(first, count)`` of the key/value heads of this device's ``num_heads`` query heads.
 
@@ -432,22 +430,6 @@ class BurstAttention(nnx.Module):
             return jnp.int32(0), count
         device = lax.axis_index(flat_names(dict(self.options)["tensor_axis"]))
         return device * num_heads // (n // k), count
-
-    def _check_explicit_heads(self) -> None:
-        """Raises NotImplementedError if heads are sharded over an Explicit axis.
-
-        Weights are gathered over Explicit axes, so the projections would not be sharded.
-        """
-        options = dict(self.options)
-        names = flat_names(options.get("tensor_axis"))
-        if not names:
-            return
-        if set(resolve_mesh(options.get("mesh")).explicit_axes).intersection(names):
-            raise NotImplementedError(
-                f"tensor_axis is {options['tensor_axis']!r}, an Explicit mesh axis: BurstAttention "
-                "gathers its weights over Explicit axes; make the axis Auto "
-                "(axis_types=jax.sharding.AxisType.Auto), or leave tensor_axis out"
-            )
 
 
 def _check_sizes(

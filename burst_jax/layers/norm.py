@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from burst_jax.errors import shown
 from burst_jax.parallel.mesh import AxisNames, flat_names
 
 
@@ -100,3 +102,9 @@ def mean_square(x: jax.Array, epsilon: float) -> jax.Array:
     single row only if there is no constant between them.
     """
     return jnp.sum((jnp.square(x.astype(jnp.float32)) + epsilon) / x.shape[-1], -1, keepdims=True)
+
+
+def check_qk_norm(value: object) -> None:
+    """Raises ValueError unless it is one of the norms of queries and keys of a layer."""
+    if value != "joint" and not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"qk_norm is {shown(value)}: use True, False or 'joint'")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.layers.lora import add_adapter, slice_outputs
 from burst_jax.parallel.collectives import psum_manual
-from burst_jax.parallel.mesh import AxisNames
+from burst_jax.parallel.mesh import AxisNames, flat_names
 
 
 def project(
@@ -48,3 +51,37 @@ def local_heads(linear: nnx.LinearGeneral, first: jax.Array, count: int) -> nnx.
     )
     adapter = slice_outputs(adapter, first * features, count * features)
     return nnx.merge(graphdef, adapter, local)
+
+
+def check_local_heads(
+    tensor_axis: AxisNames, heads: str, local: int, total: int, weights: str
+) -> None:
+    """Raises ValueError unless devices along ``tensor_axis`` have different heads.
+
+    Inside a ``shard_map``. ``heads`` and ``weights`` are names for the message: of the heads, of
+    which a device has the weights of ``local`` of ``total``, and of the weights to shard.
+    """
+    axes = flat_names(tensor_axis)
+    devices = math.prod(lax.axis_size(axis) for axis in axes)
+    if local * devices != total:
+        raise ValueError(
+            f"tensor_axis is {axes}, {devices} devices, and each has the weights of {local} of "
+            f"{total} {heads} heads: inside a shard_map shard the heads of {weights} over it, or "
+            "leave tensor_axis out"
+        )
+
+
+def check_explicit_heads(
+    tensor_axis: AxisNames, mesh: Mesh | AbstractMesh | None, layer: str
+) -> None:
+    """Raises NotImplementedError if the heads of a layer are sharded over an Explicit axis.
+
+    Weights are gathered over Explicit axes, so the projections would not be sharded. ``layer`` is
+    the name of its class.
+    """
+    if mesh is not None and set(mesh.explicit_axes).intersection(flat_names(tensor_axis)):
+        raise NotImplementedError(
+            f"tensor_axis is {tensor_axis!r}, an Explicit mesh axis: {layer} gathers its weights "
+            "over Explicit axes; make the axis Auto (axis_types=jax.sharding.AxisType.Auto), or "
+            "leave tensor_axis out"
+        )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_jax.errors import check_positive, shown
+from burst_jax.errors import check_bool, check_positive, shown
 from pallas_kernels.arrays import as_int32
 
 # A position is split as high * 2**LOW_BITS + low, see rope_table.
@@ -188,7 +188,8 @@ class YarnRope(Rope):
       truncate: whether the ends of the ramp are rounded outwards to whole pairs.
 
     Raises:
-      ValueError: a number that is not positive and finite, or a theta of 1.
+      ValueError: a number that is not positive and finite, a theta of 1, or a truncate that is no
+        bool.
     """
 
     factor: float = 4.0
@@ -204,6 +205,7 @@ class YarnRope(Rope):
         super().__post_init__()
         if self.theta == 1:
             raise ValueError("YarnRope's theta is 1: all frequencies are equal; use a larger one")
+        check_bool("YarnRope's truncate", self.truncate)
 
     @property
     def magnitude(self) -> float:

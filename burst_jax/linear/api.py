@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from burst_jax.attention.segment_ids import check_ids, check_padding_id
-from burst_jax.attention.validation import check_bool, check_scale
+from burst_jax.attention.validation import check_scale
+from burst_jax.errors import check_bool
 from burst_jax.layouts.parse import LayoutLike
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import convolution, delta_rule
@@ -135,8 +136,7 @@ def gated_delta_rule(
       key: ``[B, T, K, H]``, same dtype, each of norm 1 (the caller normalizes queries and keys).
         Value head h uses key head ``h // (N // K)``.
       value: ``[B, T, N, Hv]``, same dtype; N a multiple of K.
-      log_decay: ``[B, T, N]``, or ``[B, T, N, H]`` for a decay per key channel; at most 0, float32
-        is best.
+      log_decay: ``[B, T, N]``, or ``[B, T, N, H]``: a decay per key channel. At most 0; float32.
       beta: ``[B, T, N]``, between 0 and 2.
       mesh: global arrays over this mesh; None is the mesh of ``jax.set_mesh``, and without one the
         arrays are one device's.
@@ -147,9 +147,8 @@ def gated_delta_rule(
       tensor_axis: the mesh axes that shard the heads, K and N.
       layout: "contiguous" or "zigzag" (:mod:`burst_jax.layouts.fixed`); "balanced:z" of a batch.
       scale: factor on the output, a Python number. None is ``1 / sqrt(H)``.
-      segment_ids: integers ``[B, T]``, an id per document. The state is zero at the beginning of
-        each document but the first one of a sequence, which continues ``initial_state``. None is
-        one document.
+      segment_ids: integers ``[B, T]``, an id per document; None is one. The state is zero at the
+        beginning of each but the first one of a sequence, which continues ``initial_state``.
       padding_id: the id of padding, which may also be inside a document. It leaves the state
         unchanged, its output is 0, and its arrays may hold anything. Default 0.
       document_tables: in a balanced layout over several devices, the tables that
@@ -164,8 +163,7 @@ def gated_delta_rule(
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with
       ``return_final_state`` ``(out, state)``, state float32 ``[B, N, H, Hv]``, the same on all
-      devices of a sequence. Both are differentiable, with respect to query, key, value, log_decay,
-      beta and initial_state.
+      devices of a sequence. Both are differentiable with respect to all arrays of numbers.
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
@@ -182,9 +180,7 @@ def gated_delta_rule(
     }  # fmt: skip
     arrays = without_absent(arrays, "segment_ids", "initial_state")
     sizes = check_rule(DIMENSIONS, arrays, "initial_state")
-    padding_id = check_padding_id(padding_id)
-    if segment_ids is not None:
-        arrays["segment_ids"] = check_ids("segment_ids", segment_ids, padding_id)
+    padding_id = _check_ids(arrays, padding_id)
     check_bool("return_final_state", return_final_state)
     devices = Devices.of(
         "gated_delta_rule", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
@@ -192,12 +188,8 @@ def gated_delta_rule(
     )  # fmt: skip
     states = {"initial_state": initial_state is not None, "return_final_state": return_final_state}
     check_no_states(devices, **states)
-    request = delta_rule.Request(
-        devices.runs(),
-        check_scale(scale, sizes["H"]),
-        padding_id,
-        check_implementation(implementation),
-    )
+    scale, implementation = check_scale(scale, sizes["H"]), check_implementation(implementation)
+    request = delta_rule.Request(devices.runs(), scale, padding_id, implementation)
     devices.check_length(sizes["T"], "value")
     arrays |= run_arrays(devices, document_tables, arrays, sizes["B"])
     results = (OUT, STATE) if return_final_state else (OUT,)
@@ -343,9 +335,7 @@ def short_convolution(
     check_tail(sizes)
     check_floats(arrays, [name for name in arrays if name != "segment_ids"])
     check_bool("return_final_tail", return_final_tail)
-    padding_id = check_padding_id(padding_id)
-    if segment_ids is not None:
-        arrays["segment_ids"] = check_ids("segment_ids", segment_ids, padding_id)
+    padding_id = _check_ids(arrays, padding_id)
     devices = Devices.of(
         "short_convolution", mesh=mesh, axis_name=axis_name, seq_axis=seq_axis,
         batch_axis=batch_axis, tensor_axis=tensor_axis, layout=layout,
@@ -358,3 +348,11 @@ def short_convolution(
     results = (CONVOLVED, TAIL) if return_final_tail else (CONVOLVED,)
     found = devices.run(convolution.in_shard, request, arrays, results)
     return (found[0], found[1]) if return_final_tail else found[0]
+
+
+def _check_ids(arrays: dict[str, Any], padding_id: Any) -> int:
+    """``padding_id`` as an int; checks it and the segment ids among the arrays of a call."""
+    padding_id = check_padding_id(padding_id)
+    if "segment_ids" in arrays:
+        arrays["segment_ids"] = check_ids("segment_ids", arrays["segment_ids"], padding_id)
+    return padding_id

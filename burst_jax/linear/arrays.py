@@ -60,7 +60,10 @@ def check_shapes(dimensions: Mapping[str, str], arrays: Mapping[str, Any]) -> di
         check_is_array(name, array, "an array")
         letters = dimensions_of(name, array, dimensions).split()
         wanted = f"[{', '.join(letters)}]"
-        if len(array.shape) != len(letters) or 0 in array.shape:
+        # A convolution of one tap has a tail of no tokens.
+        may_be_empty = {"P"}.intersection(letters)
+        empty = [letter for letter, size in zip(letters, array.shape, strict=False) if not size]
+        if len(array.shape) != len(letters) or not may_be_empty.issuperset(empty):
             if name == "log_decay" and letters[-1] != "H":
                 wanted += f" or [{', '.join([*letters, 'H'])}]"
             raise ValueError(

@@ -6,13 +6,15 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from burst_jax.errors import check_integer, check_positive, shown
+from burst_jax.errors import as_number, check_bool, check_integer, check_positive, shown
 from burst_jax.layers.lora import Lora
+from burst_jax.layers.norm import check_qk_norm
 from burst_jax.layers.rope import Rope
 from burst_jax.models.delta_net import DeltaNet, check_config
 from burst_jax.models.experts import Experts, MixtureOfExperts
@@ -24,6 +26,10 @@ MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Mixer = Literal["attention", "delta_net"]
 Norms = Literal["before", "after", "both"]
+_BOOLEANS = (
+    *("post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings", "scale_embeddings"),
+    *("attention_gate", "attention_sinks"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +46,8 @@ class LayerKind:
         "both" with the decoder's ``post_norms``, else "before".
 
     Raises:
-      ValueError: a window that is not from 1 to 2**31 - 1, an unknown mixer or norms, or a window
-        or RoPE of linear attention.
+      ValueError: a window that is not from 1 to 2**31 - 1, a rope that is no Rope, an unknown mixer
+        or norms, or a window or RoPE of linear attention.
     """
 
     window: int | None = None
@@ -58,6 +64,8 @@ class LayerKind:
             raise ValueError(
                 f"norms is {shown(self.norms)}: use one of {str(known)[1:-1]}, or None"
             )
+        if not (self.rope is None or isinstance(self.rope, Rope)):
+            raise ValueError(f"rope is {shown(self.rope)}: use a Rope, or None")
         for name, value in (("window", self.window), ("rope", self.rope)):
             if self.mixer != "attention" and value is not None:
                 raise ValueError(
@@ -134,7 +142,8 @@ class DecoderConfig:
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
-        fit together; a number that is not positive and finite; an unknown remat or activation;
+        fit together; a number that is not positive and finite; a bool's field that is none; an
+        unknown remat or activation;
         layers of linear attention without its sizes, or sizes without layers; a field of softmax
         attention without such layers.
       NotImplementedError: remat "half" with ``delta_net``.
@@ -190,9 +199,14 @@ class DecoderConfig:
                 f"num_heads is {self.num_heads}, num_kv_heads {self.num_kv_heads}: num_heads must "
                 "be a multiple of num_kv_heads"
             )
-        check("qk_norm", self.qk_norm in (True, False, "joint"), "use True, False or 'joint'")
+        check_qk_norm(self.qk_norm)
+        for name in _BOOLEANS:
+            check_bool(name, getattr(self, name))
         for name in ("rope_theta", "norm_epsilon"):
             check_positive(name, getattr(self, name))
+        offset = as_number("norm_offset", self.norm_offset, "finite")
+        check("norm_offset", math.isfinite(offset), "it must be finite")
+        check("rope", self.rope is None or isinstance(self.rope, Rope), "use a Rope, or None")
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
                 f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has its own theta; leave "
@@ -201,7 +215,11 @@ class DecoderConfig:
         for name in ("logits_soft_cap", "final_soft_cap", "attention_scale"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name), also=", or None")
-        check("layer_pattern", bool(self.layer_pattern), "it must have at least one LayerKind")
+        pattern = self.layer_pattern
+        valid = isinstance(pattern, tuple) and all(isinstance(x, LayerKind) for x in pattern)
+        check(
+            "layer_pattern", valid and bool(pattern), "it must be a tuple of LayerKinds, not empty"
+        )
         check("lora", self.lora is None or isinstance(self.lora, Lora), "use a Lora, or None")
         feed_forward = self.feed_forward
         valid = isinstance(feed_forward, type) and issubclass(feed_forward, FeedForward)
@@ -263,9 +281,14 @@ class DecoderConfig:
         """The norms of the layers with a mixer.
 
         Raises:
-          ValueError: they differ.
+          ValueError: they differ, or no layer has this mixer.
         """
         kinds = [kind for kind in self.layer_kinds if kind.mixer == mixer]
+        if not kinds:
+            raise ValueError(
+                f"mixer is {shown(mixer)}, and no layer has it: use one of "
+                f"{', '.join(map(repr, self.mixers))}"
+            )
         found = sorted({kind.norms or self._norms for kind in kinds})
         if len(found) > 1:
             raise ValueError(

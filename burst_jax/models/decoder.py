@@ -37,6 +37,7 @@ from burst_jax.models.decoder_options import (
     with_rules,
 )
 from burst_jax.models.feed_forward import Auxiliary
+from burst_jax.models.layer_sums import LayerSums, no_logits_of
 from burst_jax.models.pipeline import kinds_of_a_stage, pipelined
 from burst_jax.models.remat import Remat, rematerialized
 from burst_jax.models.shardings import (
@@ -50,6 +51,7 @@ from burst_jax.models.stack import Stacked, run_ahead, run_layers
 from burst_jax.models.weights import STACKS
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
+    axes_size,
     constrain,
     flat_names,
     gather_explicit,
@@ -190,11 +192,15 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
         document_tables: DocumentTables | None = None,
+        *,
+        max_logits: bool = False,
     ) -> tuple[jax.Array, Auxiliary]:
         """The hidden states of ``__call__``, and auxiliary losses of the feed-forwards.
 
         A mixture of experts has some (:class:`burst_jax.models.Experts`), of the global batch
-        without padding. Arguments and errors are those of ``__call__``.
+        without padding. With ``max_logits`` there are also bounds of the largest logit of each
+        layer and head, of :func:`burst_jax.max_logits`, over the global batch. Other arguments and
+        errors are those of ``__call__``.
         """
         graphdef, weights = nnx.split(self)
         shardings = self.shardings(weights)
@@ -223,13 +229,15 @@ class Decoder(nnx.Module):
             weights,
             shardings.weight_specs(weights),
         )
-        hidden, sums = _run(graphdef, shardings, weights, *placed)
+        hidden, found = _run(graphdef, shardings, max_logits, weights, *placed)
         options = dict(self.options) | {
             "is_causal": True,
             "batch_axis": shardings.out_batch_axes,
         }
         hidden = reject_wrong_order(hidden, positions, segment_ids, options)
-        return hidden, self.config.feed_forward.auxiliary(self.config, sums)
+        auxiliary = self.config.feed_forward.auxiliary(self.config, found.sums)
+        logits = found.logits_of(self.config.layer_kinds, shardings.mesh)
+        return hidden, auxiliary._replace(max_logits=logits)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -300,12 +308,15 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None,
         prefix_lengths: jax.Array | None = None,
         document_tables: DocumentTables | None = None,
-    ) -> tuple[jax.Array, Any]:
+        *,
+        max_logits: bool = False,
+    ) -> tuple[jax.Array, LayerSums]:
         """One device's part of the call, inside a ``shard_map``, with this device's weights.
 
         Returns:
-          ``(hidden, sums)``: ``[B, T, D]``, with a pipeline this stage's part of the batch; and the
-          sums of the feed-forwards of this stage's layers over the global batch.
+          ``(hidden, sums)``: ``[B, T, D]``, with a pipeline this stage's part of the batch; and
+          what this stage's layers compute besides, over the global batch, with ``max_logits`` the
+          largest logits of this device's heads.
         """
         config, varying = self.config, shardings.varying_axes
         specs = shardings.weight_specs(nnx.state(self))
@@ -328,6 +339,8 @@ class Decoder(nnx.Module):
             path: P(*spec[1:]) for path, spec in jax.tree_util.tree_leaves_with_path(of_stacks)
         }
         kinds = kinds_of_a_stage(config, shardings)
+        heads = config.num_heads // axes_size(shardings.mesh, shardings.tensor_axes)
+        no_logits = no_logits_of(heads) if max_logits else None
         ropes = list(dict.fromkeys(config.layer_ropes))
         length = None
         if any(isinstance(rope, DynamicRope) for rope in ropes):
@@ -366,11 +379,11 @@ class Decoder(nnx.Module):
                 masks = segment_ids, kind.local_window_size, attention_fn, prefix_lengths
                 return module(x, rope, *masks, order, documents, remat=remat)
 
-            return Stacked(stack, rematerialized(layer, remat))
+            return Stacked(stack, rematerialized(layer, remat, no_logits))
 
         layers = {kind: layer_of(*kind) for kind in kinds}
 
-        def run(x: jax.Array, shared: Any) -> tuple[jax.Array, Any]:
+        def run(x: jax.Array, shared: Any) -> tuple[jax.Array, LayerSums]:
             positions, *masks = shared
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
             run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda _, w: w)
@@ -388,9 +401,7 @@ class Decoder(nnx.Module):
             shared = jnp.broadcast_to(positions, tokens.shape), *masks
             x, sums = pipelined(run, x, shared, shardings.stage_axis, shardings.microbatches)
         norm, scale = nnx.split(self.final_norm)
-        over = flat_names(shardings.batch_axes, shardings.token_axes)
-        if over:
-            sums = lax.psum(sums, over)
+        sums = sums.over_devices(flat_names(shardings.batch_axes, shardings.token_axes))
         return nnx.merge(norm, whole(scale, specs["final_norm"]))(x), sums
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
@@ -461,17 +472,18 @@ def abstract_decoder(
     return nnx.split(model)
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _run(
     graphdef: nnx.GraphDef,
     shardings: DecoderShardings,
+    max_logits: bool,
     weights: nnx.State,
     *arrays: Any,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, LayerSums]:
     """:meth:`Decoder.local` on every device."""
 
-    def local(weights: nnx.State, *arrays: Any) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, weights).local(shardings, *arrays)
+    def local(weights: nnx.State, *arrays: Any) -> tuple[jax.Array, LayerSums]:
+        return nnx.merge(graphdef, weights).local(shardings, *arrays, max_logits=max_logits)
 
     return jax.shard_map(
         local,
@@ -479,7 +491,7 @@ def _run(
         in_specs=(shardings.weight_specs(weights), *shardings.input_specs(arrays)),
         out_specs=(
             P(shardings.out_batch_axes or None, shardings.token_axes or None),
-            P(shardings.stage_axis),
+            LayerSums.specs(shardings.stage_axis, shardings.tensor_axes),
         ),
         check_vma=shardings.check_vma,
     )(weights, *arrays)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from burst_jax.errors import check_positive, shown
+from burst_jax.errors import check_bool, check_positive, shown
 from burst_jax.layers.gated_delta_net import GatedDeltaNet, check_sizes
 from burst_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from burst_jax.parallel.rules import LogicalAxes
@@ -81,11 +81,7 @@ class DeltaNet:
         )
         if self.norm_epsilon is not None:
             check_positive("norm_epsilon", self.norm_epsilon, also=", or None")
-        if not isinstance(self.negative_eigenvalues, bool):
-            raise ValueError(
-                f"negative_eigenvalues is {shown(self.negative_eigenvalues)}: it must be True or "
-                "False"
-            )
+        check_bool("negative_eigenvalues", self.negative_eigenvalues)
 
     def projections(self, embed_dim: int) -> dict[str, tuple[int, int]]:
         """``(inputs, outputs)`` of the projections by name."""

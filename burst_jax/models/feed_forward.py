@@ -23,6 +23,7 @@ from burst_jax.models.remat import MLP_PRODUCTS
 from burst_jax.parallel.collectives import psum_manual
 from burst_jax.parallel.mesh import AxisNames
 from burst_jax.parallel.rules import LogicalAxes
+from burst_jax.ring.max_logits import MaxLogits
 from pallas_kernels.arrays import vary, varying_axes
 
 # burst_jax.models.DecoderConfig, whose module imports this one.
@@ -35,10 +36,13 @@ class Auxiliary(NamedTuple):
     Attributes:
       loss: float32 scalar that is added to the mean loss of the targets, or None.
       metrics: float32 scalars by name.
+      max_logits: bounds of the largest logit, float32 ``[L, N]``, of the L layers with softmax
+        attention, in their order; None if nobody asks for them.
     """
 
     loss: jax.Array | None
     metrics: dict[str, jax.Array]
+    max_logits: MaxLogits | None = None
 
 
 class FeedForward(nnx.Module):

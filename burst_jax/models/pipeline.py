@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.layer_sums import LayerSums
 from burst_jax.models.remat import Remat, remat_of_layers
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
@@ -29,12 +30,12 @@ from pallas_kernels.arrays import vary
 
 
 def pipelined(
-    run: Callable[[jax.Array, Any], tuple[jax.Array, Any]],
+    run: Callable[[jax.Array, Any], tuple[jax.Array, LayerSums]],
     x: jax.Array,
     shared: Any,
     axis: str,
     microbatches: int,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, LayerSums]:
     """Runs all stages' layers on one device's batch, inside a ``shard_map`` over ``axis``.
 
     Args:
@@ -65,7 +66,7 @@ def pipelined(
         out, sums = run(x, microbatch(inputs[1], time - stage))
         sent = lax.ppermute(out, axis, [(index, index + 1) for index in range(stages - 1)])
         busy = (time >= stage) & (time < stage + microbatches)
-        return sent, (out, jax.tree.map(lambda s: jnp.where(busy, s, 0), sums))
+        return sent, (out, sums.where(busy))
 
     # Zeros, because idle stages must stay finite: their zero gradients would turn NaN into NaN.
     first = jnp.zeros_like(inputs[0][0])
@@ -73,7 +74,7 @@ def pipelined(
     last = outs[stages - 1 :].reshape(x.shape)
     from_last_stage = jnp.where(stage == stages - 1, last, 0)
     x = lax.psum_scatter(from_last_stage, axis, scatter_dimension=0, tiled=True)
-    return x, jax.tree.map(lambda s: s.sum(0), sums)
+    return x, sums.over_microbatches()
 
 
 def kinds_of_a_stage(

@@ -32,9 +32,12 @@ from typing import Any, Literal
 import jax
 
 from burst_jax.attention.api import ring_call
+from burst_jax.attention.max_logits import attention_with_max_logits
 from burst_jax.linear import CHECKPOINT_NAMES as LINEAR_NAMES
+from burst_jax.models.layer_sums import LayerSums
 from burst_jax.models.stack import Layer
 from burst_jax.ring.half_remat import attend_recomputing_half, attend_saving_half
+from burst_jax.ring.max_logits import MaxLogits, shard_max_logits
 from burst_jax.ring.vjp import CHECKPOINT_NAMES as RING_NAMES
 from pallas_kernels.inputs import Carry
 
@@ -77,17 +80,31 @@ def remat_of_layers(remat: Remat, remat_layers: int | None, layers: int) -> tupl
     return ("attention",) * (layers - count) + (remat,) * count
 
 
-def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
+def rematerialized(layer: LayerWithAux, remat: Remat, no_logits: MaxLogits | None = None) -> Layer:
     """``(x, weights, frozen, shared) -> (x, sums)``, whose backward pass recomputes as specified.
 
-    ``layer`` is ``(x, weights, frozen, shared, attention_fn) -> ((x, sums), aux)``, with the
-    ``attention_fn`` and ``aux`` of :meth:`burst_jax.BurstAttention.attend`.
+    Args:
+      layer: ``(x, weights, frozen, shared, attention_fn) -> ((x, sums), aux)``, with the
+        ``attention_fn`` and ``aux`` of :meth:`burst_jax.BurstAttention.attend`.
+      remat: what is stored.
+      no_logits: the largest logits of a layer without softmax attention; None computes none.
+
+    Returns:
+      The layer, with :class:`burst_jax.models.layer_sums.LayerSums`.
     """
+    attend = None if no_logits is None else attention_with_max_logits
+
+    def with_logits(result: tuple[tuple[jax.Array, Any], Any]) -> tuple[jax.Array, LayerSums]:
+        (x, sums), found = result
+        if no_logits is None or found is None:
+            found = no_logits
+        return x, LayerSums(sums, found)
+
     if remat == "half":
-        return _half_sequence(layer)
+        return _half_sequence(layer, with_logits, measures=no_logits is not None)
 
     def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
-        return layer(x, weights, frozen, shared, None)[0]
+        return with_logits(layer(x, weights, frozen, shared, attend))
 
     if remat == "none":
         return run
@@ -98,27 +115,35 @@ def rematerialized(layer: LayerWithAux, remat: Remat) -> Layer:
     return jax.checkpoint(run, policy=_POLICIES[remat], prevent_cse=False)
 
 
-def _half_sequence(layer: LayerWithAux) -> Layer:
+def _half_sequence(
+    layer: LayerWithAux, with_logits: Callable[..., tuple[jax.Array, LayerSums]], *, measures: bool
+) -> Layer:
     """``layer`` with a gradient that recomputes it with half of its attention stored.
 
     ``jax.checkpoint`` can only repeat parts of the forward pass. This backward pass instead runs a
-    ring over the first half of the sequence.
+    ring over the first half of the sequence. ``with_logits`` makes a layer's result of what
+    ``layer`` returns, ``measures`` whether it has the largest logits.
     """
 
-    def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, Carry]:
-        out, _, second_half = attend_saving_half(*ring_call(*arrays, **options))
-        return out, second_half
+    def attend(*arrays: Any, **options: Any) -> tuple[jax.Array, tuple[Carry, MaxLogits | None]]:
+        request, inputs = ring_call(*arrays, **options)
+        out, lse, second_half = attend_saving_half(request, inputs)
+        found = shard_max_logits(request, inputs, lse) if measures else None
+        return out, (second_half, found)
+
+    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
+        out, aux = layer(x, weights, frozen, shared, attend)
+        second_half, found = (None, None) if aux is None else aux
+        return with_logits((out, found)), (x, weights, frozen, shared, second_half)
 
     @jax.custom_vjp
     def run(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[jax.Array, Any]:
-        return layer(x, weights, frozen, shared, None)[0]
-
-    def forward(x: jax.Array, weights: Any, frozen: Any, shared: Any) -> tuple[Any, Any]:
-        out, second_half = layer(x, weights, frozen, shared, attend)
-        return out, (x, weights, frozen, shared, second_half)
+        plain = attention_with_max_logits if measures else None
+        return with_logits(layer(x, weights, frozen, shared, plain))
 
     def backward(residuals: Any, gradient: Any) -> tuple[jax.Array, Any, None, None]:
         x, weights, frozen, shared, second_half = residuals
+        dx, dsums = gradient
 
         def attend_first_half(*arrays: Any, **options: Any) -> tuple[jax.Array, None]:
             return attend_recomputing_half(*ring_call(*arrays, **options), second_half)[0], None
@@ -126,7 +151,7 @@ def _half_sequence(layer: LayerWithAux) -> Layer:
         def recomputed(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
             return layer(x, weights, frozen, shared, attend_first_half)[0]
 
-        return *jax.vjp(recomputed, x, weights)[1](gradient), None, None
+        return *jax.vjp(recomputed, x, weights)[1]((dx, dsums.sums)), None, None
 
     run.defvjp(forward, backward)
     return run

@@ -149,13 +149,7 @@ def initialize(
     if num_processes == 1 or alone:
         return Processes(0, 1, heartbeat_timeout)
     if missing and launcher is None:
-        known = ", ".join(
-            f"{name} is {value!r}" for name, value in given.items() if value is not None
-        )
-        raise ValueError(
-            f"{known}, but {' and '.join(missing)} cannot be detected: pass all three, or start "
-            "the processes by srun, by mpirun or as an indexed Kubernetes job and pass none"
-        )
+        raise ValueError(_without_launcher(given))
     here = f"{socket.gethostname()}, pid {os.getpid()}"
     _log(f"{here}: waiting up to {start_timeout} s for the other processes of the run")
     start = time.monotonic()
@@ -189,6 +183,16 @@ def initialize(
         }
     )
     return processes
+
+
+def _without_launcher(given: Mapping[str, Any]) -> str:
+    """The message of arguments of :func:`initialize` some of which nothing defines."""
+    known = ", ".join(f"{name} is {value!r}" for name, value in given.items() if value is not None)
+    missing = " and ".join(name for name, value in given.items() if value is None)
+    return (
+        f"{known}, but {missing} cannot be detected: pass all three, or start the processes by "
+        "srun, by mpirun or as an indexed Kubernetes job and pass none"
+    )
 
 
 def _join(

@@ -89,6 +89,8 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
         features += 3 * 4 / s.itemsize * s.normed(mixer)
         if mixer == "attention":
             features += s.query + 2 * s.kv
+            # Of the output gate its sigmoid, that one's float32 slope, and the gated output.
+            features += (2 + 4 / s.itemsize) * s.gate
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
         size += _of_delta_net(s, _SAVED, _CHANNELS_SAVED)
@@ -169,6 +171,9 @@ def _backward(
     # Gradient of the residual stream and the normed input, and what the mixer needs.
     if mixer == "attention":
         of_mixer = 2 * one + _of_attention(s, strategy, rotation, kernels)
+        if remat != "none":
+            # The output gate's sigmoid and its float32 slope, recomputed.
+            of_mixer += s.tokens * (s.itemsize + 4) * s.gate
     else:
         of_mixer = 2 * one + _peak(s, remat, kernels)
     hidden = features * s.held_hidden / strategy.mlp_chunks

@@ -85,8 +85,8 @@ class Generator:
 
     Raises:
       ValueError: a number below 1, a ``max_length`` above 2**29, a batch that the mesh does not
-        divide, a model with LoRA adapters, ``split_weights`` without rules, or a cache larger than
-        the free memory of the devices, or of the host for CPU devices.
+        divide, a model with LoRA adapters or in a balanced layout, ``split_weights`` without rules,
+        or a cache larger than the free memory of the devices, or of the host for CPU devices.
       NotImplementedError: a model with a pipeline; linear-attention layers in a striped layout, or
         with one tap.
     """

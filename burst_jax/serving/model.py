@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.layers.gated_delta_net import DeltaNetState, GatedDeltaNet
 from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
+from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import layout_option
 from burst_jax.linear.runs import device_runs
 from burst_jax.models.config import LayerKind, Mixer
@@ -77,6 +78,7 @@ class ServedModel:
                 "with rules=ShardingRules(...)"
             )
         _check_options(dict(model.options))
+        _check_layout(layout_option(model.options))
         self.scale: Any = dict(model.options).get("scale")
         state = nnx.state(model)
         self.config, self.shardings = model.config, model.shardings(state)
@@ -338,6 +340,16 @@ def _in_dtype(dtype: Any, weight: jax.Array) -> jax.Array:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, P)
+
+
+def _check_layout(layout: Layout) -> None:
+    """Raises ValueError for a layout of packed documents."""
+    if not layout.is_fixed:
+        raise ValueError(
+            f"the model's layout is {layout!r}, which places the documents of a training batch, "
+            "and prompts have none: serve model.with_attention(**model.arguments | "
+            "{'layout': 'zigzag'}), which shares the weights"
+        )
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -241,15 +241,22 @@ def next_token_loss(
 
 
 def loss_with_auxiliary(
-    model: Decoder, batch: Batch[jax.Array], *, chunk_size: int = CHUNK_SIZE, z_loss: float = 0.0
+    model: Decoder,
+    batch: Batch[jax.Array],
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    z_loss: float = 0.0,
+    max_logits: bool = False,
 ) -> tuple[jax.Array, jax.Array, Auxiliary]:
     """:func:`next_token_loss`, and the auxiliary losses of :meth:`Decoder.with_auxiliary`.
+
+    ``max_logits`` is that of ``with_auxiliary``.
 
     Returns:
       ``(sum of losses in nats, sum of weights, auxiliary)``; the loss of a training step is the
       quotient of both plus ``auxiliary.loss``.
     """
-    hidden, auxiliary, options = _of_decoder(model, batch)
+    hidden, auxiliary, options = _of_decoder(model, batch, max_logits=max_logits)
     total, count = chunked_cross_entropy(
         hidden, model.head_kernel(), batch["targets"], batch["weights"], chunk_size=chunk_size,
         z_loss=z_loss, **options,
@@ -282,7 +289,7 @@ def next_token_log_probs(
 
 
 def _of_decoder(
-    model: Decoder, batch: Batch[jax.Array]
+    model: Decoder, batch: Batch[jax.Array], *, max_logits: bool = False
 ) -> tuple[jax.Array, Auxiliary, dict[str, Any]]:
     """Hidden states, auxiliary losses, and the arguments of :func:`_over_mesh`."""
     parts, kernel_spec = model.head_sharding()
@@ -292,6 +299,7 @@ def _of_decoder(
         batch["segment_ids"],
         prefix_lengths=batch.get("prefix_lengths"),
         document_tables=batch.get("document_tables"),
+        max_logits=max_logits,
     )
     options = {
         "logits_soft_cap": model.config.final_soft_cap,

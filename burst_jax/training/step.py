@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from burst_jax.attention.validation import check_bool
 from burst_jax.errors import check_integer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
@@ -37,7 +38,8 @@ class TrainStep:
     :class:`burst_jax.training.Optimizer` whose state counts its steps. With auxiliary losses, like
     those of a mixture of experts, ``loss`` includes them, and there are metrics of each
     (:class:`burst_jax.models.MixtureOfExperts`); with ``accumulate`` both are means over its
-    slices, weighted by their tokens without padding.
+    slices, weighted by their tokens without padding. With ``max_logits`` there is the metric
+    ``max_logits``, a :class:`burst_jax.MaxLogits` of arrays float32 ``[L, N]``.
 
     The gradient is that of the mean; the backward pass computes a multiple of it in float16, whose
     range is small (loss scaling by 1,024).
@@ -51,12 +53,15 @@ class TrainStep:
         accumulate: int,
         compiler_options: Mapping[str, bool | int | str] | None,
         z_loss: float = 0.0,
+        max_logits: bool = False,
     ) -> None:
         self._graphdef = graphdef
         self._transform = transform_of(optimizer)
         self._schedule = optimizer.schedule if isinstance(optimizer, Optimizer) else None
         self._accumulate = accumulate
-        self._loss = partial(loss_with_auxiliary, chunk_size=chunk_size, z_loss=z_loss)
+        self._loss = partial(
+            loss_with_auxiliary, chunk_size=chunk_size, z_loss=z_loss, max_logits=max_logits
+        )
         self._compiler_options = compiler_options
         self._jitted: jax.stages.Wrapped | None = None
         self._checked = False
@@ -121,7 +126,7 @@ class TrainStep:
 
     def _mean_loss_and_gradient(
         self, trained: Any, frozen: Any, batch: Batch[jax.Array]
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, Any, dict[str, Any]]:
         """The mean loss, its gradient, and the auxiliary metrics."""
         model = nnx.merge(self._graphdef, trained, frozen)
         scale = _loss_scale(model.config.dtype, trained)
@@ -135,14 +140,17 @@ class TrainStep:
             loss, share = total / count, _present(batch) / present
             if auxiliary.loss is not None:
                 loss = loss + share * auxiliary.loss
-            return scale * loss, (loss, {name: share * x for name, x in auxiliary.metrics.items()})
+            metrics = {name: share * x for name, x in auxiliary.metrics.items()}
+            return scale * loss, (loss, metrics, auxiliary.max_logits)
 
         gradient = jax.value_and_grad(term, has_aux=True)
         if self._accumulate == 1:
             sums = gradient(trained, batch)
         else:
             sums = self._accumulated(gradient, trained, batch, model.shardings())
-        (_, (loss, metrics)), grads = sums
+        (_, (loss, metrics, logits)), grads = sums
+        if logits is not None:
+            metrics["max_logits"] = logits
         if scale != 1:
             grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / scale).astype(g.dtype), grads)
         return loss, grads, metrics
@@ -150,7 +158,10 @@ class TrainStep:
     def _accumulated(
         self, gradient: Any, trained: Any, batch: Batch[jax.Array], shardings: DecoderShardings
     ) -> Any:
-        """The results of ``gradient``, summed over ``accumulate`` slices of the batch."""
+        """The results of ``gradient`` over ``accumulate`` slices of the batch.
+
+        They are sums, but for the bounds of the largest logit, of which the largest are taken.
+        """
         size = batch["inputs"].shape[0]
         devices = axes_size(shardings.mesh, shardings.batch_axes)
         stages = axes_size(shardings.mesh, shardings.stage_axis)
@@ -177,14 +188,19 @@ class TrainStep:
             out_specs=jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs),
         )(batch)
 
-        def add(sums: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, gradient(trained, batch)), None
+        def add(found: Any, batch: Batch[jax.Array]) -> tuple[Any, None]:
+            (total, (loss, metrics, logits)), grads = gradient(trained, batch)
+            (*sums, largest), new = found, (total, loss, metrics, grads)
+            largest = jax.tree.map(jnp.maximum, largest, logits)
+            return (*jax.tree.map(jnp.add, tuple(sums), new), largest), None
 
         first = jax.tree.map(lambda x: x[0], sliced)
-        (loss, _) = jax.eval_shape(gradient, trained, first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loss)
-        zeros = zeros, jax.tree.map(jnp.zeros_like, trained)
-        return jax.lax.scan(add, zeros, sliced)[0]
+        (total, (loss, metrics, logits)), _ = jax.eval_shape(gradient, trained, first)
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (total, loss, metrics))
+        largest = jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), logits)
+        start = *sums, jax.tree.map(jnp.zeros_like, trained), largest
+        total, loss, metrics, grads, largest = jax.lax.scan(add, start, sliced)[0]
+        return (total, (loss, metrics, largest)), grads
 
 
 def make_train_step(
@@ -194,6 +210,7 @@ def make_train_step(
     chunk_size: int = CHUNK_SIZE,
     accumulate: int = 1,
     z_loss: float = 0.0,
+    max_logits: bool = False,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> TrainStep:
     """Creates the jitted training step of a decoder.
@@ -209,17 +226,23 @@ def make_train_step(
         stricter (the router's z-loss is that of the whole batch).
       z_loss: coefficient of the squared log-sum-exp, included in the metric ``loss``; see
         :func:`chunked_cross_entropy`.
+      max_logits: whether to return the metric ``max_logits``, bounds of the largest logit of each
+        of the L layers with softmax attention and of each head, over the whole batch, before the
+        update: what QK-clip needs. See :func:`burst_jax.max_logits`.
       compiler_options: options for ``jax.jit``; None is :func:`burst_jax.compiler_options`.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``, a :class:`TrainStep`.
 
     Raises:
-      ValueError: accumulate or chunk_size below 1, an invalid optimizer.
+      ValueError: accumulate or chunk_size below 1, max_logits no bool, an invalid optimizer.
     """
     check_integer("accumulate", accumulate, 1)
     check_integer("chunk_size", chunk_size, 1)
-    return TrainStep(graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss)
+    check_bool("max_logits", max_logits)
+    return TrainStep(
+        graphdef, optimizer, chunk_size, accumulate, compiler_options, z_loss, max_logits
+    )
 
 
 def _update(

@@ -10,13 +10,22 @@ import pytest
 from meshes import make_mesh
 from mistakes import B, H, K, N, T, zeros
 
-from burst_jax import burst_attention, local_attention, merge, ring_attention
+from burst_jax import (
+    burst_attention,
+    local_attention,
+    max_logits,
+    merge,
+    ring_attention,
+    ring_max_logits,
+)
 from burst_jax.attention.arguments import AttentionOptions, LocalOptions, RingOptions
 
 OPTIONS = {
     burst_attention: AttentionOptions,
     ring_attention: RingOptions,
     local_attention: LocalOptions,
+    max_logits: AttentionOptions,
+    ring_max_logits: RingOptions,
 }
 
 
@@ -26,10 +35,11 @@ def test_options_are_the_keywords(function):
     parameters = inspect.signature(function).parameters
     kinds = {each.kind for each in parameters.values()}
     assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    assert list(parameters)[:3] == ["query", "key", "value"]
+    third, own = ("lse", "rows") if "lse" in parameters else ("value", "return_residual")
+    assert list(parameters)[:3] == ["query", "key", third]
     keywords = [each for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
     hints = get_type_hints(function)
-    wanted = {each.name: hints[each.name] for each in keywords if each.name != "return_residual"}
+    wanted = {each.name: hints[each.name] for each in keywords if each.name != own}
     assert len(wanted) >= 10
     assert get_type_hints(OPTIONS[function]) == wanted
     assert not OPTIONS[function].__required_keys__

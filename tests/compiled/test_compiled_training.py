@@ -223,8 +223,9 @@ def test_gathered_experts_are_sent_ahead():
     [
         # Between the memory of all layers as "attention" and of all as "selective".
         ({"num_layers": 4, "remat": "selective", "remat_layers": 2}, 4 * TOKENS, 1, 1, 0.1),
-        # Norms of the residual stream, of what is added to it, of queries and of keys.
-        ({"num_layers": 2, "remat": "none"}, 2 * TOKENS, 2, 2, 0.1),
+        # Norms of the residual stream, of what is added to it, of queries and of keys; and the
+        # output gate, without which it would be 7 % less.
+        ({"num_layers": 2, "remat": "none", "attention_gate": True}, 2 * TOKENS, 2, 2, 0.05),
     ],
     ids=["two-of-four-selective", "none-ring-ulysses"],
 )

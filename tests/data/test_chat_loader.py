@@ -209,6 +209,19 @@ def test_one_pass_names_the_lines_that_are_wrong(tmp_path):
     assert found[-1] == "and 3 more"
 
 
+def test_a_missing_template_is_named_once(tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [json.dumps({"messages": chat})] * 7 + ["{}"]
+    corpus = open_corpus(write(tmp_path, {"a.jsonl": "\n".join(lines)}) / "a.jsonl", chats=True)
+    tokens = ChatTokens(TokenizerFile(FOLDER / "llama" / "tokenizer.json"), None)
+    with pytest.raises(ValueError, match="8 of 8 conversations cannot be used:\n") as raised:
+        check_chats(corpus, tokens, seq_len=8)
+    first, second, more = str(raised.value).splitlines()[1:]
+    assert "a.jsonl, line 1, has messages, and there is no chat template: add chat_tem" in first
+    assert "a.jsonl, line 8, has keys [], and neither" in second
+    assert more == "and 6 more"
+
+
 def test_conversations_and_their_tokenizer_go_together(tmp_path):
     chats = write(tmp_path, {"a.jsonl": '{"messages": [{}]}\n', "t.txt": "text", "b.jsonl": "[]"})
     corpus = open_corpus(chats / "a.jsonl", chats=True)

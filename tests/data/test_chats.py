@@ -276,6 +276,22 @@ def test_bad_templates_raise(tmp_path):
         ChatTemplate("x").render([{**USER, "content": "\ufdd0"}])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"templates": None}, "templates is None: it must be a string, or a dict of strings by na"),
+        ({"templates": {"default": 5}}, "templates is {'default': 5}: it must be a string, or a"),
+        ({"special_tokens": ["<s>"]}, "special_tokens is ['<s>']: it must be a dict of strings"),
+        ({"special_tokens": {"bos_token": None}}, "special_tokens is {'bos_token': None}: it must"),
+        ({"now": "today"}, "now is 'today': it must be a datetime.datetime, or None"),
+        ({"name": 5}, "name is 5: it must be a string"),
+    ],
+)
+def test_arguments_of_other_types_raise(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ChatTemplate(**{"templates": "x"} | given)
+
+
 def test_an_answer_that_is_not_rendered_counts_nothing():
     """Also not the token of what surrounds it."""
     tokens = with_template("qwen", "{% for m in messages %}{{ m.content }}{% endfor %}")

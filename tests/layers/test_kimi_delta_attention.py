@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import kimi_linear_layer
 import numpy as np
 import pytest
-from delta_net_layers import HV, SEGMENTS, B, D, H, Layers, N, T, X, results
+from delta_net_layers import HV, SEGMENTS, B, D, H, Layers, N, T, X, results, with_weights
 from flax import nnx
 from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import assert_close, mesh_of
 
-from burst_jax import KimiDeltaAttention, from_layout, to_layout
+from burst_jax import KimiDeltaAttention, positions
 from burst_jax.layers.gated_delta_net import DECAY_RATES, TIME_STEPS
 
 
@@ -34,22 +34,12 @@ def but_a_log(results):
     return out, {name: each for name, each in weights.items() if name != "A_log"}, x
 
 
-@pytest.mark.parametrize(
-    ("layout", "sizes", "kind"),
-    [
-        ("zigzag", {"data": 2, "seq": 2, "model": 2}, AxisType.Auto),
-        pytest.param("contiguous", {"seq": 1}, AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param(
-            "contiguous", {"data": 2, "seq": 4}, AxisType.Explicit, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_equals_the_formula(layout, sizes, kind):
-    axes = {axis: name for axis, name in (("batch_axis", "data"), ("tensor_axis", "model"))
-            if name in sizes}  # fmt: skip
+def test_equals_the_formula():
+    """Over all kinds of axes; the layers of test_gated_delta_net.py run over Explicit ones, too."""
     want = LAYERS.truth  # Drawn weights, without a mesh.
-    with jax.set_mesh(mesh_of(kind, **sizes)):
-        got = results(make_layer(layout=layout, **axes), layout, sizes["seq"])
+    with jax.set_mesh(mesh_of(data=2, seq=2, model=2)):
+        layer = make_layer(layout="zigzag", batch_axis="data", tensor_axis="model")
+        got = results(layer, "zigzag", 2)
     # The terms of A_log's gradient, of both signs, are 18 times as large as their sum.
     assert_close(got[1]["A_log"], want[1]["A_log"], 18 * 6e-7)
     assert_close(but_a_log(got), but_a_log(want), 2e-6)
@@ -61,8 +51,8 @@ def test_prefill_and_steps_continue_the_sequence():
     want, lengths = LAYERS.truth[0], np.asarray([24, 16])
     ids = np.where(np.arange(T) < lengths[:, None], SEGMENTS, 0)
     layer = make_layer(mesh=mesh_of(seq=2), layout="zigzag")
-    x, placed = to_layout((X, jnp.asarray(ids)), "zigzag", 2)
-    _, state = quick_jit(layer.prefill)(x, placed)
+    order = positions("zigzag", T, 2)
+    _, state = quick_jit(layer.prefill)(X[:, order], ids[:, order])
     step = quick_jit(layer.step)
     for more in range(3):
         at = lengths + more
@@ -105,17 +95,14 @@ def test_errors_name_the_layer():
 
 def test_equals_the_layer_of_transformers():
     """KimiLinearDeltaAttention in float32, whose output is stored."""
-    layer = KimiDeltaAttention(
-        kimi_linear_layer.FEATURES, kimi_linear_layer.HEADS, head_dim=kimi_linear_layer.HEAD_DIM,
-        norm_epsilon=1e-5, rngs=nnx.Rngs(0), mesh=mesh_of(seq=3), layout="zigzag",
+    created = functools.partial(
+        KimiDeltaAttention, kimi_linear_layer.FEATURES, kimi_linear_layer.HEADS,
+        head_dim=kimi_linear_layer.HEAD_DIM, norm_epsilon=1e-5, mesh=mesh_of(seq=3),
+        layout="zigzag",
     )  # fmt: skip
-    given, state = kimi_linear_layer.parameters(), nnx.state(layer)
-    for path, leaf in nnx.to_flat_state(state):
-        weight = given.pop(".".join(map(str, path)))
-        leaf.set_value(jnp.asarray(weight.reshape(leaf.get_value().shape)))
-    assert not given
-    nnx.update(layer, state)
-    x = to_layout(jnp.asarray(kimi_linear_layer.X), "zigzag", 3)
-    out = from_layout(quick_jit(layer)(x), "zigzag", 3)
+    layer = with_weights(lambda: created(rngs=nnx.Rngs(0)), kimi_linear_layer.parameters())
+    x = np.asarray(kimi_linear_layer.X)
+    order = positions("zigzag", x.shape[1], 3)
+    out = np.asarray(quick_jit(layer)(x[:, order]))[:, np.argsort(order)]
     want = np.load(kimi_linear_layer.FILE)["out"]
     np.testing.assert_allclose(out, want, rtol=0, atol=3e-6 * np.abs(want).max())

@@ -192,6 +192,8 @@ def test_wrong_shapes_raise():
         rope_table(POSITIONS, 0)
     with pytest.raises(ValueError, match="qk_norm is 'all': use True, False or 'joint'"):
         make_layer(qk_norm="all")
+    with pytest.raises(ValueError, match="output_gate is 'yes': it must be True or False"):
+        make_layer(output_gate="yes")
 
 
 def test_rope_of_part_of_a_head():

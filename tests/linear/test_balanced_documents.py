@@ -36,7 +36,6 @@ def ids_of(*lengths, total):
 # two of them; runs shorter than what the convolution reads before a token; short documents alone.
 CASES: dict[str, Any] = {
     "3 devices": (3, [(7, 45, 5, 2), (21, 1, 19, 17), (3, 2, 30, 1, 20)], None),
-    "8 devices": (8, [(61, 3), (9, 9, 30, 14)], None),
     "5 devices, whole shards": (5, [(25,), (11, 14)], 5),
     "7 devices, tiny runs": (7, [(9, 5), (14,)], 2),
     "2 devices, nothing is split": (2, [(4, 6, 5, 3), (2, 8, 9)], None),

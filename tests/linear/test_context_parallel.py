@@ -11,6 +11,7 @@ import linear_calls as calls
 import linear_cases
 import numpy as np
 import pytest
+from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import mesh_of
 
@@ -20,13 +21,10 @@ from burst_jax.linear import runs
 # Divisible by twice 1, 2, 3, 5, 7 and 8; runs of 105 to 1,680 tokens.
 LENGTH = 1680
 LAYOUTS = ("contiguous", "zigzag")
-# Every number of devices in both layouts: in one with maps that are gathered, in the other in steps
-# whose number is the logarithm of the devices'. 5 and 8 take as many steps as 7.
-GATHERED = (
-    (1, "zigzag"), (2, "contiguous"), (3, "zigzag"), (5, "contiguous"), (7, "zigzag"),
-    (8, "zigzag"),
-)  # fmt: skip
-IN_STEPS = (2, "zigzag"), (3, "contiguous"), (5, "zigzag"), (7, "contiguous"), (8, "contiguous")
+# With maps that are gathered, and in steps whose number is the logarithm of the devices'. The drawn
+# calls gather with every number of devices.
+GATHERED = (1, "zigzag"), (2, "contiguous"), (3, "zigzag"), (8, "zigzag")
+IN_STEPS = (2, "zigzag"), (3, "contiguous"), (7, "contiguous")
 QUICK = {(2, "contiguous"), (3, "zigzag")}
 # Documents with padding in them, some longer than a shard; gates of 0, 1 and 2 and near them.
 KINDS: dict[str, Any] = {
@@ -83,13 +81,9 @@ def test_documents_and_edges(n, layout):
 @pytest.mark.parametrize(
     ("kind", "n", "layout"),
     [
-        ("one document", 8, "zigzag"),
         ("one document", 5, "contiguous"),
-        ("strong decay", 2, "contiguous"),
         ("strong decay", 8, "zigzag"),
-        ("decay per channel", 2, "zigzag"),
         ("decay per channel", 5, "contiguous"),
-        ("decay per channel", 8, "zigzag"),
     ],
 )
 def test_error_does_not_grow_with_devices(kind, n, layout):
@@ -129,8 +123,13 @@ def drawn(seed):
     return case, n, layout
 
 
+# Every number of devices, both layouts with each kind of decay, runs of 3 to 600 tokens, one
+# document and many, edges or not: without the seeds of 13 whose sizes are like another's.
+SEEDS = (0, 1, 3, 4, 5, 7, 8, 11, 12)
+
+
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 1 else SLOW) for seed in range(13)]
+    "seed", [pytest.param(seed, marks=() if seed < 1 else SLOW) for seed in SEEDS]
 )
 def test_drawn_calls(seed):
     case, n, layout = drawn(seed)
@@ -161,23 +160,20 @@ def test_other_padding_ids():
     ids = np.array(case.ids)
     ids[:, 110:200] = 0
     case = case._replace(ids=ids)
-    want = calls.results(calls.on_mesh(4, "contiguous"), case, 4, "contiguous")
     call = calls.on_mesh(4, "contiguous", padding_id=-1)
     got = calls.results(call, case._replace(ids=ids - 1), 4, "contiguous")
-    for name, x in want.items():
-        np.testing.assert_array_equal(got[name], x, err_msg=name)
-    truth = linear_cases.truth(case)
-    for name, x in want.items():
-        assert linear_cases.error(x, truth[name]) < 3e-5, name
+    for name, want in linear_cases.truth(case).items():
+        assert linear_cases.error(got[name], want) < 3e-5, name
 
 
 def test_a_document_that_ends_with_its_shard_leaves_no_state():
     """The next one begins with a shard's first token, and is what it would be alone."""
     case = case_of("one document", 64)._replace(ids=np.repeat([[1, 2, 2, 3]], 16, 1))
     ids = np.broadcast_to(case.ids, (2, 64))
-    first, *_ = calls.on_mesh(4, "contiguous")(*map(jnp.asarray, case[:6]), jnp.asarray(ids))
-    alone = linear.gated_delta_rule(*(jnp.asarray(x[:, 16:48]) for x in case[:5]))
-    np.testing.assert_allclose(first[:, 16:48], alone, rtol=0, atol=2e-6)
+    o, _ = quick_jit(calls.on_mesh(4, "contiguous"))(*case[:6], ids)
+    alone = linear_cases.Case(*(x[:, 16:48] for x in case[:5]), 0 * case.start, 0 * o, case.dlast)
+    want = linear_cases.truth(alone)["o"]
+    np.testing.assert_allclose(o[:, 16:48], want, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +194,7 @@ def test_half_precision(dtype, limit):
 
 @pytest.mark.parametrize(
     ("kind", "channels"),
-    [
-        pytest.param(AxisType.Auto, False, marks=SLOW),
-        (AxisType.Explicit, False),
-        pytest.param(AxisType.Auto, True, marks=SLOW),
-        (AxisType.Explicit, True),
-    ],
+    [(AxisType.Explicit, False), pytest.param(AxisType.Auto, True, marks=SLOW)],
     ids=str,
 )
 def test_batch_and_tensor_axes(kind, channels):
@@ -211,7 +202,7 @@ def test_batch_and_tensor_axes(kind, channels):
     mesh = mesh_of(kind, data=2, seq=2, model=2)
     sizes: Any = {"batch": 2, "heads": 4, "key_heads": 2, "head_dim": 8, "documents": 3}
     case = linear_cases.draw(np.random.default_rng(0), 100, **sizes, channels=channels)
-    arrays = [*map(jnp.asarray, case[:6]), jnp.asarray(case.ids)]
+    arrays = [*case[:6], case.ids]
     axes = {"batch_axis": "data", "tensor_axis": "model"}
 
     def run(*arrays):
@@ -232,15 +223,17 @@ def test_batch_and_tensor_axes(kind, channels):
 
 
 @pytest.mark.parametrize(
-    ("layout", "gathered"),
-    [pytest.param("zigzag", runs.GATHERED, marks=SLOW), ("contiguous", 0)],
+    ("layout", "gathered", "axes"),
+    [
+        pytest.param("zigzag", runs.GATHERED, ("b", "a"), marks=SLOW),
+        pytest.param("zigzag", 0, ("a", "b"), marks=SLOW),
+        ("contiguous", 0, ("b", "a")),
+    ],
 )
-def test_two_axes_in_any_order(layout, gathered, monkeypatch):
+def test_two_axes_in_any_order(layout, gathered, axes, monkeypatch):
     """A sequence over two mesh axes: the first one named is the outer one."""
     monkeypatch.setattr(runs, "GATHERED", gathered)
     case, want = case_of("documents", 240), truth_of("documents", 240)
-    mesh = mesh_of(a=2, b=3)
-    for axes in (("a", "b"), ("b", "a")):
-        got = calls.results(calls.on_mesh(6, layout, mesh=mesh, seq_axis=axes), case, 6, layout)
-        for name, result in got.items():
-            assert linear_cases.error(result, want[name]) < 3e-5, (axes, name)
+    call = calls.on_mesh(6, layout, mesh=mesh_of(a=2, b=3), seq_axis=axes)
+    for name, result in calls.results(call, case, 6, layout).items():
+        assert linear_cases.error(result, want[name]) < 3e-5, name

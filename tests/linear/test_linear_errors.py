@@ -131,9 +131,9 @@ def inside(devices, axes, **arguments):
     def run(*arrays):
         return linear.gated_delta_rule(*arrays, **arguments)
 
-    return jax.shard_map(run, mesh=devices, in_specs=(spec,) * len(names), out_specs=spec)(
-        *GOOD.values()
-    )
+    sharded = jax.shard_map(run, mesh=devices, in_specs=(spec,) * len(names), out_specs=spec)
+    # Traced: run eagerly, each operation would be a program.
+    return jax.eval_shape(sharded, *GOOD.values())
 
 
 def test_inside_and_outside_of_a_shard_map():

@@ -26,22 +26,18 @@ def case(batch=2, channels=False):
 
 
 @functools.cache
-def truth(channels=False):
-    return linear_cases.truth(case(channels=channels))
+def truth():
+    return linear_cases.truth(case())
 
 
-def assert_right(got, channels=False):
-    for name, want in truth(channels).items():
+def assert_right(got):
+    for name, want in truth().items():
         assert linear_cases.error(got[name], want) < 2e-6, name
 
 
-BY_CHANNEL = pytest.mark.parametrize(
-    "channels", [False, pytest.param(True, marks=pytest.mark.slow)]
+@pytest.mark.parametrize(
+    ("check_vma", "channels"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
 )
-
-
-@BY_CHANNEL
-@pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_a_shard_map(check_vma, channels):
     """States are replicated: their gradients are those of the whole sequence."""
     call = calls.in_shard_map(3, "zigzag", check_vma=check_vma)
@@ -59,8 +55,7 @@ def test_without_mesh_it_is_one_device():
     assert_right(calls.results(call, case(), 1, LAYOUT))
 
 
-@BY_CHANNEL
-def test_vmap(channels):
+def test_vmap():
     """Of sequences without a batch dimension."""
     run = calls.on_mesh(N_DEVICES, LAYOUT)
 
@@ -68,16 +63,14 @@ def test_vmap(channels):
         results = run(*(x[None] for x in arrays))
         return tuple(x[0] for x in results)
 
-    c = case(channels=channels)
-    assert_right(calls.results(jax.vmap(one), c, N_DEVICES, LAYOUT), channels)
+    assert_right(calls.results(jax.vmap(one), case(), N_DEVICES, LAYOUT))
 
 
-@BY_CHANNEL
-def test_scan_over_layers_that_are_recomputed(channels):
+def test_scan_over_layers_that_are_recomputed():
     """Twice the same layer, with named results saved; gradients as without."""
     mesh = mesh_of(seq=N_DEVICES)
-    c = case(channels=channels)
-    q, k, v, log_decay, beta = map(jnp.asarray, c[:5])
+    c = case()
+    q, k, v, log_decay, beta = c[:5]
     policy = jax.checkpoint_policies.save_only_these_names(*linear.CHECKPOINT_NAMES)
 
     def layer(x, _):
@@ -94,7 +87,7 @@ def test_scan_over_layers_that_are_recomputed(channels):
             o, vjp = jax.vjp(run, x)
             return o, *vjp(do)
 
-        return quick_jit(of)(v, jnp.asarray(c.do))
+        return quick_jit(of)(v, c.do)
 
     for got, want in zip(both(scanned), both(plain), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

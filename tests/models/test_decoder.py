@@ -185,7 +185,13 @@ WRONG = [
     ({"final_soft_cap": 0.0}, "final_soft_cap is 0.0: it must be .* float32, or None"),
     ({"attention_scale": -1.0}, "attention_scale is -1.0"),
     ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0"),
-    ({"layer_pattern": ()}, r"layer_pattern is \(\): it must have at least one LayerKind"),
+    ({"layer_pattern": ()}, r"layer_pattern is \(\): it must be a tuple of LayerKinds, not"),
+    ({"layer_pattern": ("full",)}, r"layer_pattern is \('full',\): it must be a tuple of"),
+    ({"qk_norm": 1}, "qk_norm is 1: use True, False or 'joint'"),
+    ({"attention_gate": "yes"}, "attention_gate is 'yes': it must be True or False"),
+    ({"tie_embeddings": 0}, "tie_embeddings is 0: it must be True or False"),
+    ({"norm_offset": float("nan")}, "norm_offset is nan: it must be finite"),
+    ({"rope": 1e6}, "rope is 1000000.0: use a Rope, or None"),
     ({"activation": "relu"}, "activation is 'relu': use one of 'silu', 'gelu', 'gelu_tanh'"),
     ({"rope": Rope(), "rope_theta": 2.0}, "rope_theta 2.0: rope has its own theta"),
     ({"dtype": jnp.int32}, "dtype is .*int32.*: use a floating point dtype"),
@@ -199,6 +205,12 @@ WRONG = [
 ]  # fmt: skip
 WRONG_PARTS = [
     (lambda: LayerKind(window=0), "window is 0: it must be an integer, at least 1 and at"),
+    (lambda: LayerKind(rope=1e4), "rope is 10000.0: use a Rope, or None"),  # pyrefly: ignore
+    (
+        lambda: CONFIG.norms_of("delta_net"),
+        "mixer is 'delta_net', and no layer has it: use one of 'attention'",
+    ),
+    (lambda: YarnRope(truncate=1), "YarnRope's truncate is 1: it must be True or False"),  # pyrefly: ignore
     (lambda: YarnRope(theta=1.0), "theta is 1: all frequencies are equal; use a larger one"),
     (lambda: LinearRope(factor=0.0), r"LinearRope's factor is 0.0: it must be positive and"),
     (lambda: Llama3Rope(high_freq_factor=1.0), "high_freq_factor is 1.0, low_freq_factor 1.0"),

@@ -92,11 +92,9 @@ def model_on(config=CONFIG, layout="zigzag", **sizes):
     ("config", "remat", "layout", "sizes"),
     [
         (EXTENDED, "attention", "balanced:16", {"fsdp": 2, "seq": 2, "tensor": 2}),
-        pytest.param(HYBRID, "selective", "balanced:16", {"seq": 2, "tensor": 2}, marks=SLOW),
         pytest.param(CONFIG, "full", "zigzag", {"data": 2, "seq": 4}, marks=SLOW),
-        pytest.param(KIMI, "attention", "zigzag", {"fsdp": 2, "seq": 2, "tensor": 2}, marks=SLOW),
     ],
-    ids=["extended", "hybrid", "linear", "kimi"],
+    ids=["extended", "linear"],
 )
 def test_equals_the_formula(config, remat, layout, sizes):
     segments = SEGMENTS if layout == "zigzag" else PACKED
@@ -221,7 +219,7 @@ def plain_losses(config):
         logits = hidden @ params["head"]["kernel"]
         return plain_model.cross_entropy(logits, targets.astype(int), weights) / weights.sum()
 
-    params = nnx.to_pure_dict(decoders.drawn(abstract_decoder(config)[1]))
+    params = jax.device_get(nnx.to_pure_dict(decoders.drawn(abstract_decoder(config)[1])))
     moments, found = jax.tree.map(np.zeros_like, params), []
     run = plain_model.traced_gradients(mean_loss, 1.0, params, ROWS[0, :, :-1], ROWS[0, :, 1:])
     for rows in ROWS:
@@ -233,9 +231,9 @@ def plain_losses(config):
 
 
 @SLOW
-@pytest.mark.parametrize("config", [HYBRID, KIMI], ids=["hybrid", "kimi"])
-def test_training_on_a_mesh_is_the_formula_s_and_resumes_with_the_same_bits(tmp_path, config):
-    *found, resumed = losses(config, tmp_path, data=2, fsdp=1, seq=2, tensor=2)
+def test_training_on_a_mesh_is_the_formula_s_and_resumes_with_the_same_bits(tmp_path):
+    config = dataclasses.replace(HYBRID, remat="selective")
+    *found, resumed = losses(config, tmp_path, seq=2, tensor=2)
     np.testing.assert_allclose(found, plain_losses(config), rtol=1e-5)
     assert len(set(found)) == len(ROWS)
     assert resumed == found[-1]

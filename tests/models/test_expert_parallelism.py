@@ -30,7 +30,6 @@ from burst_jax.parallel.mesh import flat_names
     [
         ({"fsdp": 2, "seq": 2, "tensor": 2}, ("seq", "fsdp"), 0.5, (), 1),
         ({"seq": 2}, "seq", 0.5, (7, 9), 3),
-        pytest.param({"expert": 4, "seq": 2}, "expert", 1.5, (7, 22), 1, marks=pytest.mark.slow),
         pytest.param({"data": 2, "seq": 3}, "seq", None, (), 3, marks=pytest.mark.slow),
     ],
 )

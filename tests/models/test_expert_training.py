@@ -17,11 +17,8 @@ from experts_by_formula import formula
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from meshes import assert_close, make_mesh
 from split_runs import CONFIG as TRAINED
-from split_runs import B as ROWS
-from split_runs import T as TOKENS
 from split_runs import losses, rows, segments
 
 from burst_jax.models import (
@@ -43,48 +40,68 @@ MIXTURE: Any = dataclasses.replace(
     feed_forward=MixtureOfExperts,
     experts=Experts(6, 2, shared_dim=16, balance_loss=0.5, z_loss=0.1),
 )
+AUXILIARY = ("balance_loss", "router_z_loss", "max_expert_load")
 # Without further rounds, which one case has.
 ONE_ROUND = dataclasses.replace(MIXTURE.experts, capacity_factor=None)
 
 
-@functools.cache
-def plain_losses(steps):
-    """Loss and gradient norm of each step of SGD, with each expert on all tokens, in float64."""
-    experts, num_layers = MIXTURE.experts, MIXTURE.num_layers
-    assert experts is not None
-    params = nnx.to_pure_dict(decoders.drawn(abstract_decoder(MIXTURE)[1]))
-    positions = np.tile(np.arange(TOKENS), (ROWS, 1))
+def formula_gradients(config, *shapes):
+    """``run(params, tokens, ids) -> (metrics by name, gradients)`` in float64, by NumPy.
+
+    Each expert on all tokens. ``shapes``: arguments of this call, for tracing.
+    """
+    experts, num_layers = config.experts, config.num_layers
 
     def mean_loss(params, inputs, targets, ids, weights, keep):
+        positions = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1))
         x, keep = params["embedding"][inputs.astype(int)], keep != 0
-        balance, z, tokens = 0.0, 0.0, jnp.sum(ids != 0)
+        balance, z, load, tokens = 0.0, 0.0, 0.0, jnp.sum(ids != 0)
         for layer in range(num_layers):
             part = jax.tree.map(lambda w: w[layer], params["layers"])  # noqa: B023
             normed = plain_model.rms_norm(x, part["attention_norm"]["scale"])
             x = x + plain_model.attention_layer(
-                part["attention"], normed, positions, keep, MIXTURE.rope_theta
+                part["attention"], normed, positions, keep, config.rope_theta
             )
             normed = plain_model.rms_norm(x, part["mlp_norm"]["scale"])
-            out, (counts, scores, squares) = formula(part["mlp"], normed, MIXTURE, ids)
+            out, (counts, scores, squares) = formula(part["mlp"], normed, config, ids)
             x = x + out
             share = counts / (tokens * experts.per_token)
             balance += experts.count * jnp.sum(share * scores / tokens) / num_layers
             z += squares / tokens / num_layers
+            load = jnp.maximum(load, experts.count * share.max())
         logits = plain_model.rms_norm(x, params["final_norm"]["scale"]) @ params["head"]["kernel"]
         total = plain_model.cross_entropy(logits, targets.astype(int), weights)
-        return total / weights.sum() + experts.balance_loss * balance + experts.z_loss * z
+        loss = total / weights.sum() + experts.balance_loss * balance + experts.z_loss * z
+        return loss, (balance, z, load)
 
-    def arrays(step):
-        tokens, ids = rows(step), segments(step)
+    def arrays(tokens, ids):
         counts = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != 0)
         ids = ids[:, :-1]
         return tokens[:, :-1], tokens[:, 1:], ids, counts, plain_model.causal(ids)
 
-    run, history = plain_model.traced_gradients(mean_loss, 1.0, params, *arrays(0)), []
+    of_loss = 1.0, (0.0, 0.0, 0.0)
+    params, *given = shapes
+    traced = plain_model.traced_gradients(mean_loss, of_loss, params, *arrays(*given))
+
+    def run(params, tokens, ids):
+        (loss, auxiliary), (gradients, *_) = traced(of_loss, params, *arrays(tokens, ids))
+        named = dict(
+            zip(("balance_loss", "router_z_loss", "max_expert_load"), auxiliary, strict=True)
+        )
+        norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(gradients)))
+        return {"loss": loss, "grad_norm": norm, **named}, gradients
+
+    return run
+
+
+@functools.cache
+def plain_losses(steps):
+    """Loss and gradient norm of each step of SGD."""
+    params = jax.device_get(nnx.to_pure_dict(decoders.drawn(abstract_decoder(MIXTURE)[1])))
+    run, history = formula_gradients(MIXTURE, params, rows(0), segments(0)), []
     for step in range(steps):
-        loss, (gradients, *_) = run(1.0, params, *arrays(step))
-        squares = sum(np.sum(x**2) for x in jax.tree.leaves(gradients))
-        history.append((float(loss), float(np.sqrt(squares))))
+        metrics, gradients = run(params, rows(step), segments(step))
+        history.append((metrics["loss"], metrics["grad_norm"]))
         params = jax.tree.map(lambda w, g: w - RATE * g, params, gradients)
     return list(zip(*history, strict=True))
 
@@ -98,7 +115,7 @@ def plain_losses(steps):
             AxisType.Explicit,
             {"remat": "half", "experts": ONE_ROUND},
             "data",
-            20,
+            4,
             marks=pytest.mark.slow,
         ),
     ],
@@ -126,27 +143,25 @@ def test_accumulated_auxiliary_losses_weigh_slices_by_their_tokens():
     config = dataclasses.replace(MIXTURE, experts=experts)
     graphdef, shapes = abstract_decoder(config, mesh=mesh, layout="contiguous")
     params = decoders.drawn(shapes)
+    before = jax.device_get(nnx.to_pure_dict(params))
     _, *state = init_train_state(config, sgd, mesh, 0, layout="contiguous", params=params)
-    state = jax.device_get(state)
+    step = make_train_step(graphdef, sgd, accumulate=2, compiler_options=QUICK)
+    after, _, got = step(*state, place_batch(make_batch(rows, segment_ids=ids), mesh))
 
-    def step(run, part):
-        """Of a part of the sequences, the others being padding: of the whole batch's shape."""
+    of_formula = formula_gradients(config, before, rows, ids)
+    want, gradients = of_formula(before, rows, ids)
+    found = jax.device_get(nnx.to_pure_dict(after))
+    assert_close(jax.tree.map(np.subtract, before, found), gradients, 1e-5)
+    for name in ("loss", "grad_norm", "router_z_loss"):
+        assert float(got[name]) == pytest.approx(want[name], rel=1e-5)
+    slices = []
+    for part in (slice(2), slice(2, 4)):
+        # The other sequences are padding, so that the formula is traced once.
         present = np.zeros_like(ids)
         present[part] = ids[part]
-        batch = place_batch(make_batch(rows, segment_ids=present), mesh)
-        params, _, metrics = run(*jax.device_put(state, jax.NamedSharding(mesh, P())), batch)
-        return nnx.to_pure_dict(params), {name: float(x) for name, x in metrics.items()}
-
-    at_once, in_two = (
-        make_train_step(graphdef, sgd, accumulate=count, compiler_options=QUICK) for count in (1, 2)
-    )
-    want, got = (step(run, slice(4)) for run in (at_once, in_two))
-    assert_close(got[0], want[0], 1e-5)
-    for name in ("loss", "grad_norm", "router_z_loss"):
-        assert got[1][name] == pytest.approx(want[1][name], rel=1e-5)
+        slices.append(of_formula(before, rows, present)[0])
     tokens = np.array([32, 11])
-    slices = [step(at_once, part)[1] for part in (slice(2), slice(2, 4))]
-    for name in ("balance_loss", "router_z_loss", "max_expert_load"):
+    for name in AUXILIARY:
         mean = np.dot(tokens, [each[name] for each in slices]) / tokens.sum()
-        assert got[1][name] == pytest.approx(mean, rel=1e-5)
-    assert abs(got[1]["balance_loss"] / want[1]["balance_loss"] - 1) > 1e-3
+        assert float(got[name]) == pytest.approx(mean, rel=1e-5)
+    assert abs(float(got["balance_loss"]) / want["balance_loss"] - 1) > 1e-3

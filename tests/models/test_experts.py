@@ -158,6 +158,11 @@ def test_copies_are_summed_in_float32():
             "capacity_factor is 0.0: it must be positive.*or None",
         ),
         (
+            lambda: Experts(4, 2, shared_dim=8, shared_gate=1),  # pyrefly: ignore
+            ValueError,
+            "shared_gate is 1: it must be True or False",
+        ),
+        (
             lambda: ShardingRules(expert=("seq", "tensor")),
             NotImplementedError,
             r"expert is \('seq', 'tensor'\), and tensor names 'tensor' too: experts can share devi",

@@ -168,23 +168,51 @@ def test_configs_that_are_rejected(read, family, written, error, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "error", "message"),
     [
-        ({"num_experts": 4}, r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)"),
+        (
+            {"num_experts": 4},
+            NotImplementedError,
+            r"'gemma3': num_experts is 4, and unknown.*ignore=\('num_experts',\)",
+        ),
+        (
+            {"text_config": {"model_type": "qwen3_5_text"}},
+            ValueError,
+            "model_type 'gemma3' and text_config.model_type 'qwen3_5_text': .* is a 'gemma3_text'",
+        ),
+        ({"text_config": {"model_type": 3}}, ValueError, "text_config.model_type 3: that model's"),
         (
             {"quantization_config": {"bits": 4}},
+            NotImplementedError,
             "quantization_config {'bits': 4}: no other quant.*"
             "; load the checkpoint that it was quantized from",
         ),
         (
             {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+            NotImplementedError,
             "tie_word_embeddings is False and must be True",
         ),
     ],
 )
-def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, message):
-    with pytest.raises(NotImplementedError, match=message):
+def test_other_keys_of_a_model_with_images_are_rejected(read_file, change, error, message):
+    with pytest.raises(error, match=message):
         read_file(PUBLISHED["gemma-3-4b"][0] | change)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": None}, jnp.bfloat16),
+        ({"dtype": "bfloat16"}, {"torch_dtype": "float16"}, jnp.float16),
+        ({"torch_dtype": "bfloat16"}, {"dtype": "float16"}, jnp.float16),
+        ({}, {}, jnp.float32),
+    ],
+)
+def test_the_language_model_of_a_model_with_images_has_its_own_dtype(read_file, whole, text, dtype):
+    text = {"model_type": "gemma3_text", "tie_word_embeddings": None, **text}
+    written = {"model_type": "gemma3", "tie_word_embeddings": False, **whole, "text_config": text}
+    config = read_file(written)
+    assert (config.dtype, config.tie_embeddings) == (dtype, False)
 
 
 # Of published models, among others SmolLM2's, unsloth's and those of transformers before 4.30.
@@ -195,6 +223,13 @@ HARMLESS: dict[str, Any] = {
     "forced_eos_token_id": None, "bad_words_ids": None,
 }  # fmt: skip
 OF_LLAMA = {"use_sliding_window": False, "sliding_window": None}
+
+
+def test_a_null_boolean_is_false_and_stays_null(read):
+    config = read("llama", mlp_bias=None, tie_word_embeddings=None)
+    assert (config.mlp_bias, config.tie_embeddings) == (False, False)
+    written, _ = config_json(config, "float32", None)
+    assert (written["mlp_bias"], written["tie_word_embeddings"]) == (None, None)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "mixtral"])
@@ -240,6 +275,13 @@ def test_execution_does_not_change_what_is_written(read_file):
         assert config_json(each, jnp.float32, None)[0] == golden
     written, _ = config_json(config, jnp.float32, 4096)
     assert written == golden | {"max_position_embeddings": 4096}
+    both = read_file(golden | {"dtype": "float32", "torch_dtype": "float32"})
+    written, _ = config_json(both, jnp.bfloat16, None)
+    assert (written["dtype"], written["torch_dtype"]) == ("bfloat16",) * 2
+    wider = dataclasses.replace(config, qk_norm=True, mlp_bias=True)
+    message = "hf_config has model_type 'llama', from which qk_norm, mlp_bias differ: restore th"
+    with pytest.raises(NotImplementedError, match=message):
+        config_json(wider, jnp.float32, None)
     dynamic = read_file(hf_models.golden("llama_dynamic")["config"])
     assert config_json(dynamic, jnp.float32, 256)[0]["max_position_embeddings"] == 256
     for config in (dynamic, dataclasses.replace(dynamic, hf_config=None)):

@@ -30,7 +30,7 @@ from burst_jax.models import (
     load_config,
     save,
 )
-from burst_jax.models.hf.save import take_layer
+from burst_jax.models.hf.save import take_layer, write_folder
 
 ONE = mesh_of(seq=1)
 
@@ -316,6 +316,14 @@ def test_an_empty_folder_is_replaced_and_a_link_to_it_stays(model, tmp_path):
     (tmp_path / "other").mkdir()
     assert (tmp_path / "disk").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link", "other"]
+
+
+def test_numbers_of_numpy_are_json(tmp_path):
+    """A config made in Python may have some."""
+    text = {"heads": np.int64(3), "tied": np.True_, "epsilons": [np.float32(0.5)]}
+    write_folder(tmp_path / "new", {}, {}, None, {"config.json": text})
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert written == {"heads": 3, "tied": True, "epsilons": [0.5]}
 
 
 def test_a_failed_save_leaves_nothing(model, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Mutation testing: which realistic faults of the library do the tests on CPUs notice?
 
-    python tests/mutants/run.py                      every mutant of table.py
+    python tests/mutants/run.py                      every mutant of the table
     python tests/mutants/run.py --only score.py      those whose file, text or tests contain this
     python tests/mutants/run.py --check              whether all mutants still apply; runs nothing
 

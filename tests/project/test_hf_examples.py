@@ -78,6 +78,9 @@ def test_end_of_text_ids(folder, tmp_path):
     assert generate.stop_tokens(tmp_path, 64) == []
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert generate.stop_tokens(tmp_path, 64) == [3]
+    text = {"text_config": {"eos_token_id": [4]}}  # Of a model of text and images.
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None} | text))
+    assert generate.stop_tokens(tmp_path, 64) == [4]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 99]}))
     assert generate.stop_tokens(tmp_path, 64) == [5]
 
@@ -174,14 +177,22 @@ def test_packed_documents_do_not_attend_to_each_other_and_an_adapter_counts(
 
 def test_windows_and_packs():
     ids = np.arange(10)
-    cut = [(w.tokens.tolist(), w.counted) for w in perplexity.windows(ids, 4, 3)]
-    assert cut == [([0, 1, 2, 3, 4], 4), ([3, 4, 5, 6, 7], 3), ([6, 7, 8, 9], 2)]
-    assert sum(counted for _, counted in cut) == 9
+    cut = [[x.tolist() for x in window] for window in perplexity.windows(ids, 4, 3)]
+    assert cut == [
+        [[0, 1, 2, 3, 4], [1, 1, 1, 1]],
+        [[3, 4, 5, 6, 7], [0, 1, 1, 1]],
+        [[6, 7, 8, 9], [0, 1, 1]],
+    ]
+    # Tokens 1, 2 and 9 count, and the first one, which nothing predicts: two windows have some.
+    some = np.array([1, 1, 1, 0, 0, 0, 0, 0, 0, 1], np.float32)
+    cut = [[x.tolist() for x in window] for window in perplexity.windows(ids, 4, 3, some)]
+    assert cut == [[[0, 1, 2, 3, 4], [1, 1, 0, 0]], [[6, 7, 8, 9], [0, 0, 1]]]
     assert not list(perplexity.windows(ids[:1], 4, 4))
     packs = perplexity.packed(perplexity.windows(ids, 3, 3), 7)
     assert [len(pack) for pack in packs] == [2, 1]
     # Two windows of a sequence of 9 tokens and padding: their last 2 and 3 targets count.
-    pack = [perplexity.Window(ids[:4], 2), perplexity.Window(ids[5:9], 3)]
+    weights = np.array([[0, 1, 1], [1, 1, 1]], np.float32)
+    pack = [perplexity.Window(ids[at : at + 4], w) for at, w in zip((0, 5), weights, strict=True)]
     tokens, segments, counts = perplexity.sequence(pack, 8)
     assert tokens.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 0]
     assert segments.tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 0]

@@ -53,7 +53,7 @@ CASES = [
     ),
     case(
         {"seq": 4, "tensor": 2}, "zigzag", [50], 8, split=True, expert="seq",
-        **WITH_EXPERTS | LIKE_GPT | {"num_layers": 2},
+        **WITH_EXPERTS | LIKE_GPT,
     ),
     case({"data": 2, "seq": 2}, "zigzag", [13, 6], 3, expert=("seq", "data"), **WITH_EXPERTS),
 ]  # fmt: skip
@@ -265,6 +265,9 @@ MISTAKES = [
      "split_weights is True, and the model has no rules to shard weights by: load it with rules"),
     (lambda: Generator(with_adapters(), max_length=8),
      "the model has LoRA adapters: merge them first, by burst_jax.models.merge_lora(model)"),
+    (lambda: Generator(without_rules(layout="balanced:8"), max_length=8),
+     "layout is 'balanced:8', which places the documents of a training batch, and prompts have "
+     "none: serve model.with_attention(**model.arguments | {'layout': 'zigzag'})"),
 ]  # fmt: skip
 UNSUPPORTED = [
     (lambda: Generator(without_rules(local_window_size=(5, 0)), max_length=8),
@@ -291,6 +294,11 @@ def with_adapters():
 def test_mistakes(error, call, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_the_remedy_for_a_balanced_layout():
+    model = without_rules(layout="balanced:8")
+    Generator(model.with_attention(**model.arguments | {"layout": "zigzag"}), max_length=8)
 
 
 def test_a_cache_larger_than_the_free_memory_raises(monkeypatch):
@@ -354,7 +362,7 @@ def test_a_cache_can_be_extended_until_it_is_full():
 TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
-    "olmo_hybrid": ({"seq": 2, "tensor": 2}, "zigzag", 350),
+    "olmo_hybrid": ({"seq": 2, "tensor": 2}, "zigzag", None),
 }
 
 

@@ -17,7 +17,8 @@ from meshes import random_like
 from burst_jax import from_layout, positions, to_layout
 
 B, T, D, N, H, HV = 2, 32, 24, 4, 6, 10
-X = random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1)
+# NumPy's: each index into an array of JAX would be a program.
+X = np.asarray(random_like(jax.ShapeDtypeStruct((B, T, D), jnp.float32), 1))
 COTANGENT = np.random.default_rng(2).standard_normal((B, T, D))
 # Two documents, the first of which ends inside of a shard, and padding inside and at the end.
 SEGMENTS = np.ones((B, T), np.int32)
@@ -57,7 +58,18 @@ class Layers:
         return out, *gradients
 
 
-def results(layer, layout="contiguous", shards=1, ids=SEGMENTS):
+def with_weights(created: Callable[[], Any], given: dict[str, np.ndarray]) -> Any:
+    """A layer that is made by ``created``, with weights by their paths; all must be there."""
+    graphdef, state = nnx.split(nnx.eval_shape(created))
+    given = dict(given)
+    for path, leaf in nnx.to_flat_state(state):
+        weight, shape = given.pop(".".join(map(str, path))), leaf.get_value().shape
+        leaf.set_value(jax.device_put(np.asarray(weight, np.float32).reshape(shape)))
+    assert not given
+    return nnx.merge(graphdef, state)
+
+
+def results(layer, layout="contiguous", shards=1, x=X, ids=SEGMENTS):
     """Output and gradients in natural order, of a call that checks its positions."""
     graphdef, params = nnx.split(layer)
 
@@ -74,5 +86,5 @@ def results(layer, layout="contiguous", shards=1, ids=SEGMENTS):
             cotangent = jax.reshard(cotangent, jax.typeof(out).sharding)
         return out, *vjp(cotangent)
 
-    out, d_params, d_x = jax.device_get(run(params, X))
+    out, d_params, d_x = jax.device_get(run(params, x))
     return out, nnx.to_pure_dict(d_params), d_x

@@ -17,6 +17,7 @@ import burst_jax
 from burst_jax import linear
 
 NAMES = linear_cases.NAMES
+STATES = ("last", "dstart")
 TOKENS, STATE = P(None, "seq"), P()
 
 
@@ -42,29 +43,33 @@ def _call(q, k, v, log_decay, beta, start, ids, **options):
 
 
 @functools.cache
-def _program(call, n, layout):
-    """Results and gradients by name, of arguments in natural order; one for each ``call``."""
+def _program(call):
+    """Results and gradients by name, of arguments in the layout's order."""
 
     @quick_jit
-    def run(q, k, v, log_decay, beta, start, ids, do, dlast):
-        placed = functools.partial(burst_jax.to_layout, layout=layout, num_shards=n)
-        arrays = placed((q, k, v, log_decay, beta))
-        ids, do = placed((ids, do))
+    def run(arrays, start, ids, do, dlast):
         found, vjp = jax.vjp(lambda *given: call(*given, ids), *arrays, start)
-        (o, last), (*gradients, first) = found, vjp((do, dlast))
-        o, *gradients = burst_jax.from_layout((o, *gradients), layout, n)
-        return dict(zip(NAMES, (o, last, *gradients, first), strict=True))
+        return dict(zip(NAMES, (*found, *vjp((do, dlast))), strict=True))
 
     return run
 
 
 def results(call, case, n, layout, dtype=jnp.float32):
-    """Results and gradients of a case, whose padding may hold anything."""
-    q, k, v, do = (jnp.asarray(getattr(case, name), dtype) for name in ("q", "k", "v", "do"))
-    gates = [jnp.asarray(x) for x in (case.log_decay, case.beta)]
-    ids = None if case.ids is None else jnp.asarray(case.ids)
-    start, dlast = jnp.asarray(case.start), jnp.asarray(case.dlast)
-    return jax.device_get(_program(call, n, layout)(q, k, v, *gates, start, ids, do, dlast))
+    """Results and gradients of a case in natural order; its padding may hold anything.
+
+    NumPy permutes and casts: each eager operation of JAX would be a program, and operations in the
+    call's program would make it larger.
+    """
+    order = burst_jax.positions(layout, case.q.shape[1], n)
+
+    def placed(x, dtype=None):
+        return None if x is None else np.asarray(x[:, order], dtype)
+
+    q, k, v, do = (placed(getattr(case, name), dtype) for name in ("q", "k", "v", "do"))
+    arrays = q, k, v, placed(case.log_decay), placed(case.beta)
+    found = jax.device_get(_program(call)(arrays, case.start, placed(case.ids), do, case.dlast))
+    back = np.argsort(order)
+    return {name: x if name in STATES else x[:, back] for name, x in found.items()}
 
 
 def with_nan(case):

@@ -215,7 +215,7 @@ class Step(NamedTuple):
       layout: the layout's name, or one of ``ZONES``.
       tokens: of a device.
       head_dim: of the attention.
-      features: of ``VARIANTS``, "packed", "prefixes", "accumulate", "deterministic".
+      features: of ``VARIANTS``, "packed", "prefixes", "accumulate", "deterministic", "max_logits".
     """
 
     gpu: str
@@ -265,7 +265,9 @@ class Step(NamedTuple):
             batch["segment_ids"] = None
         if "prefixes" in self.features:
             batch["prefix_lengths"] = a_shape(self.mesh, (batch_size,), jnp.int32, rows)
-        step = make_train_step(graphdef, optimizer, accumulate=accumulate)
+        step = make_train_step(
+            graphdef, optimizer, accumulate=accumulate, max_logits="max_logits" in self.features
+        )
         for_gpu(self.gpu, self.mesh, step, params, state, batch, lowers=lowers)
 
 
@@ -273,7 +275,7 @@ def a_step(rng: np.random.Generator) -> Step:
     """A training step of a small decoder."""
     gpu, layout = pick(rng, ("a100", "h100")), pick(rng, (*LAYOUTS, *ZONES))
     features = {"packed"} if layout in ZONES or rng.random() < 0.7 else set[str]()
-    others = [*VARIANTS, "prefixes", "accumulate", "deterministic"]
+    others = [*VARIANTS, "prefixes", "accumulate", "deterministic", "max_logits"]
     for name in map(str, rng.permutation(others)[:4]):
         is_remat = name.startswith("remat_")
         if is_remat and any(each.startswith("remat_") for each in features):

@@ -163,9 +163,14 @@ def _last_ids(segments):
     return filled
 
 
+def gated_mlp(params, x):
+    up, gate = (x @ params[name]["kernel"] for name in ("up", "gate"))
+    return (gate / (1 + jnp.exp(-gate)) * up) @ params["down"]["kernel"]
+
+
 def decoder(
     params, tokens, positions, keep, theta, soft_cap=None, segments=None, stacks=None,
-    fraction=1.0, delta_net=(),
+    fraction=1.0, delta_net=(), feed_forward=gated_mlp,
 ):  # fmt: skip
     """Hidden states after the final norm.
 
@@ -173,7 +178,8 @@ def decoder(
 
     ``stacks``: of each layer the key of ``params`` with its weights, which are stacked along a
     first axis; None: all layers are in "layers". ``fraction``: of the head features, for RoPE.
-    ``delta_net``: further arguments of :func:`gated_delta_net`.
+    ``delta_net``: further arguments of :func:`gated_delta_net`. ``feed_forward``: of the weights
+    "mlp" and the tokens after the norm.
     """
 
     def layer(x, params):
@@ -186,9 +192,7 @@ def decoder(
         else:
             mixed = attention_layer(mixer, normed, positions, keep, theta, soft_cap, fraction)
         x = x + norm("post_attention_norm", mixed)
-        normed = norm("mlp_norm", x)
-        up, gate = (normed @ params["mlp"][name]["kernel"] for name in ("up", "gate"))
-        out = (gate / (1 + jnp.exp(-gate)) * up) @ params["mlp"]["down"]["kernel"]
+        out = feed_forward(params["mlp"], norm("mlp_norm", x))
         return x + norm("post_mlp_norm", out), None
 
     x, used = params["embedding"][tokens], collections.Counter()

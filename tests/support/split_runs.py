@@ -12,6 +12,7 @@ import decoders
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 from flax import nnx
 from implementations import QUICK
 from jax.sharding import AxisType
@@ -114,6 +115,42 @@ def run(
 def losses(*args: Any, **options: Any) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step of a :func:`run`."""
     history, _, _ = run(*args, **options)
+    return [loss for loss, _ in history], [norm for _, norm in history]
+
+
+def plain_losses(
+    steps: int,
+    rate: float,
+    momentum: float,
+    config: DecoderConfig = CONFIG,
+    feed_forward: Any = plain_model.gated_mlp,
+) -> tuple[list[float], list[float]]:
+    """:func:`losses` of packed documents with SGD, by the decoder's formula in float64."""
+    params = jax.device_get(nnx.to_pure_dict(decoders.drawn(abstract_decoder(config)[1])))
+    positions = np.tile(np.arange(T), (B, 1))
+
+    def mean_loss(params, inputs, targets, weights, keep):
+        hidden = plain_model.decoder(
+            params, inputs.astype(int), positions, keep != 0, config.rope_theta,
+            feed_forward=feed_forward,
+        )  # fmt: skip
+        logits = hidden @ params["head"]["kernel"]
+        return plain_model.cross_entropy(logits, targets.astype(int), weights) / weights.sum()
+
+    def arrays(step):
+        tokens, ids = rows(step), segments(step)
+        weights = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != 0)
+        return tokens[:, :-1], tokens[:, 1:], weights, plain_model.causal(ids[:, :-1])
+
+    run, moments = plain_model.traced_gradients(mean_loss, 1.0, params, *arrays(0)), params
+    history: list[tuple[float, float]] = []
+    for step in range(steps):
+        loss, (gradients, *_) = run(1.0, params, *arrays(step))
+        squares = sum(np.sum(x**2) for x in jax.tree.leaves(gradients))
+        history.append((float(loss), float(np.sqrt(squares))))
+        kept = momentum if step else 0.0
+        moments = jax.tree.map(lambda m, g: kept * m + g, moments, gradients)  # noqa: B023
+        params = jax.tree.map(lambda w, m: w - rate * m, params, moments)
     return [loss for loss, _ in history], [norm for _, norm in history]
 
 

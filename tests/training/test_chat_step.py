@@ -12,6 +12,7 @@ import hf_models
 import jax.numpy as jnp
 import numpy as np
 import optax
+import perplexity
 import pytest
 import run_options
 import train_lm
@@ -110,6 +111,33 @@ def test_the_loss_of_a_step_is_the_dense_one_of_what_the_assistant_writes(folder
     placed = place_batch(batch, mesh, batch_axis="data")
     _, _, metrics = step(params, optax.sgd(0.1).init(params), placed)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+def test_the_perplexity_of_chats_is_that_of_what_the_assistant_writes(folder, tmp_path, capsys):
+    """Over all conversations, packed, on four devices; and of windows of 4 targets each."""
+    pairs = [by_hand(chat) for chat in drawn_chats(40)]
+    rows = [np.array(ids, np.int32) for ids, _ in pairs]
+    want, count = dense_loss(folder, rows, [np.ones_like(row) for row in rows])
+    words = ["--model", str(folder), "--data", str(folder / "chats.jsonl"), "--chat"]
+    given = [*words, "--dtype=float32", "--seq-len=96", "--mesh=data=2,seq=2", "--packed"]
+    assert perplexity.main([*given, f"--out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"40 conversations of {sum(map(len, rows)):,} tokens, of which the assistant" in printed
+    found = json.loads((tmp_path / "perplexity.json").read_text())["mesh"]
+    assert found["tokens"] == count
+    np.testing.assert_allclose(found["nll"], want, rtol=1e-5)
+    # The same tokens count where each is in a window, whatever the windows' lengths.
+    args, _ = perplexity.parse_args([*words, "--seq-len=4", "--stride=3"])
+    perplexity.prepare(args)
+    parts = list(perplexity.all_windows(args, 64))
+    assert sum(part.weights.sum() for part in parts) == count
+    assert all(len(part.tokens) <= 5 and part.weights.any() for part in parts)
+    with pytest.raises(SystemExit, match="2"):
+        perplexity.main([*words[:-1], "--chat-date=2026-03-01"])
+    assert "--chat-date needs --chat" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        perplexity.main([*words, f"--data={folder / 'tokenizer.json'}"])
+    assert "error: " in capsys.readouterr().err
 
 
 def options(folder, out, *more):

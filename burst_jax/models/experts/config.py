@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
-from burst_jax.errors import check_integer, check_positive, shown
+from burst_jax.errors import check_bool, check_integer, check_positive, shown
 
 Score = Literal["softmax", "sigmoid"]
 _MAX_EXPERTS = 65536
@@ -42,7 +42,7 @@ class Experts:
         proportional to it. None sends all at once, in memory for all tokens of all devices.
 
     Raises:
-      ValueError: a number out of range, or an unknown score.
+      ValueError: a number out of range, an unknown score, or a bool's field that is none.
     """
 
     count: int
@@ -61,6 +61,8 @@ class Experts:
         check_integer("count", self.count, 1, _MAX_EXPERTS)
         check_integer("per_token", self.per_token, 1, self.count)
         check_integer("shared_dim", self.shared_dim, 0, 2**31 - 1)
+        for name in ("normalize", "router_bias", "shared_gate"):
+            check_bool(name, getattr(self, name))
         if self.shared_gate and not self.shared_dim:
             raise ValueError(
                 f"shared_gate is {shown(self.shared_gate)}, shared_dim 0: there is no shared "

@@ -25,6 +25,8 @@ from burst_jax.models.hf.ropes import without_options
 # Keys in a message.
 _NAMED = 10
 _DTYPES = {"float32": jnp.float32, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
+# The keys of the dtype of stored weights, since transformers 4.56 and before.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 # Keys without effect on hidden states and logits, in any family.
 _IGNORED = frozenset(
     (
@@ -100,7 +102,7 @@ def read_config(
     # Weights are dequantized while loading, and saved as they are then.
     given = {key: value for key, value in given.items() if key not in quantized.KEYS}
     values = _complete(path, given, family, ignore)
-    found = (given.get("dtype"), given.get("torch_dtype"), "float32")
+    found = (*map(given.get, _DTYPE_KEYS), "float32")
     stored = next(value for value in found if value is not None)
     if dtype is None:
         if not isinstance(stored, str) or stored not in _DTYPES:
@@ -132,6 +134,7 @@ def config_json(
     ``max_length``. For others it is that of the first family that can express the config.
     """
     name = jnp.dtype(dtype).name
+    remedy = "change the fields that differ from one of them"
     for rope in config.layer_ropes:
         if not isinstance(rope, DynamicRope):
             continue
@@ -146,9 +149,14 @@ def config_json(
         if max_length is not None:
             given["max_position_embeddings"] = max_length
         known = {key: value for key, value in given.items() if key in family.known}
-        if _same(family.read(family.completed(known)), config):
-            key = "torch_dtype" if "torch_dtype" in given else "dtype"
-            return {**given, key: name}, family
+        loaded = family.read(check_fields(family.completed(known)))
+        if not (changed := _differing(loaded, config)):
+            keys = [key for key in _DTYPE_KEYS if key in given] or _DTYPE_KEYS[:1]
+            return {**given, **dict.fromkeys(keys, name)}, family
+        remedy = (
+            f"hf_config has model_type {family.model_type!r}, from which {', '.join(changed)} "
+            "differ: restore these fields, or those that differ from another family"
+        )
         max_length = known.get("max_position_embeddings")
     if max_length is None:
         raise ValueError(
@@ -158,14 +166,13 @@ def config_json(
     for family in FAMILIES.values():
         try:
             written = family.write(config, max_length)
-            agrees = _same(family.read(family.completed(written)), config)
+            agrees = not _differing(family.read(family.completed(written)), config)
         except (ValueError, NotImplementedError):
             continue
         if agrees:
             return {**written, "dtype": name}, family
     raise NotImplementedError(
-        f"no model family ({', '.join(FAMILIES)}) has the architecture of {config}: change the "
-        "fields that differ from one of them"
+        f"no model family ({', '.join(FAMILIES)}) has the architecture of {config}: {remedy}"
     )
 
 
@@ -203,15 +210,23 @@ def _text_config(
         raise ValueError(
             f"{printable(path)} has text_config {shown(text)}: it must be a JSON object"
         )
-    text = text or {}
-    # The output projection belongs to the whole model.
-    tied = given.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
-    text = {"tie_word_embeddings": tied, **text}
+    text = dict(text or {})
+    # transformers, too, has one language model for each model of text and images.
+    if text.get("model_type") not in (None, family.model_type):
+        raise ValueError(
+            f"{printable(path)} has model_type {multimodal.model_type!r} and "
+            f"text_config.model_type {shown(text['model_type'])}: that model's text_config is a "
+            f"{family.model_type!r}; correct the one that is wrong"
+        )
+    # What the whole model has, where its language model's file would have it.
+    if text.get("tie_word_embeddings") is None:
+        default = family.defaults["tie_word_embeddings"]
+        text["tie_word_embeddings"] = given.get("tie_word_embeddings", default)
+    if all(text.get(key) is None for key in _DTYPE_KEYS):
+        text |= {key: given[key] for key in _DTYPE_KEYS if key in given}
     only = _ONLY | {"tie_word_embeddings": (text["tie_word_embeddings"],)}
     _check_keys(path, multimodal.model_type, given, multimodal.keys, only, ignore)
-    dtype = {key: given[key] for key in ("dtype", "torch_dtype") if key in given}
-    architecture = {"architectures": [family.architecture], "model_type": family.model_type}
-    return {**dtype, **text, **architecture}
+    return {**text, "architectures": [family.architecture], "model_type": family.model_type}
 
 
 def _complete(
@@ -254,9 +269,11 @@ def _check_keys(
         )
 
 
-def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether two decoders compute the same from the same weights, apart from dtypes."""
-    return _computation(one) == _computation(other)
+def _differing(one: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """The fields in which two decoders differ in what they compute, apart from dtypes."""
+    pair = _computation(one), _computation(other)
+    names = (field.name for field in dataclasses.fields(DecoderConfig))
+    return [name for name in names if getattr(pair[0], name) != getattr(pair[1], name)]
 
 
 def _computation(config: DecoderConfig) -> DecoderConfig:

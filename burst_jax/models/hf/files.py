@@ -54,11 +54,14 @@ class TensorFiles:
         tensor_name: Callable[[str], str | None] = str,
         quantization: str | None = None,
     ) -> None:
+        # The text that the files have by keys of their own.
+        self.metadata: dict[str, str] = {}
         # The file of each tensor, and its name there.
         self._places: dict[str, tuple[Any, str]] = {}
         self._slices: dict[str, Any] = {}
         for path, expected in _files(folder, single).items():
             file = _opened(path)
+            self.metadata |= file.metadata() or {}
             if expected is not None and (
                 differ := sorted(expected.symmetric_difference(file.keys()))
             ):

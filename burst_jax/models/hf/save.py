@@ -133,12 +133,13 @@ def write_folder(
     arrays: Mapping[tuple[str, ...], jax.Array],
     dtype: jnp.dtype | None,
     texts: Mapping[str, Mapping[str, Any]],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes tensors, from weights by path, and JSON files into a new folder, see :func:`save`.
 
-    ``dtype`` None is that of each weight.
+    ``dtype`` None is that of each weight. ``metadata``: text in each safetensors file, by key.
     """
-    writer = _Writer(folder, dtype)
+    writer = _Writer(folder, dtype, metadata or {})
     try:
         by_first_process(writer.begin)
         for file, tensors in files.items():
@@ -159,8 +160,10 @@ class _Writer:
     It writes into a temporary folder next to the final one, and renames that when complete.
     """
 
-    def __init__(self, folder: Path, dtype: jnp.dtype | None) -> None:
+    def __init__(self, folder: Path, dtype: jnp.dtype | None, metadata: Mapping[str, str]) -> None:
         self._given, self._final, self._dtype = folder, folder.resolve(), dtype
+        # transformers requires this one.
+        self._metadata = {"format": "pt", **metadata}
         self._temporary: Path | None = None
         self._content: dict[str, np.ndarray] = {}
         self._error: Exception | None = None
@@ -188,14 +191,14 @@ class _Writer:
     def write(self, file: str) -> None:
         if self._error is not None:
             raise self._error
-        # transformers requires this metadata.
-        safetensors().numpy.save_file(self._content, self._path / file, metadata={"format": "pt"})
+        safetensors().numpy.save_file(self._content, self._path / file, metadata=self._metadata)
         self._content = {}
 
     def finish(self, texts: Mapping[str, Mapping[str, Any]]) -> None:
         """Writes the JSON files, and renames the folder once it is on disk."""
         for file, content in texts.items():
-            text = json.dumps(content, indent=2, sort_keys=True)
+            # A config made in Python may have NumPy's numbers.
+            text = json.dumps(content, indent=2, sort_keys=True, default=np.generic.item)
             (self._path / file).write_text(text + "\n")
         for path in (*self._path.iterdir(), self._path):
             _sync(path)

@@ -51,6 +51,18 @@ class Outputs(NamedTuple):
         return groups[..., self.start : self.start + self.count]
 
 
+class Inputs(NamedTuple):
+    """Which inputs of a tensor are a weight's, where it has more.
+
+    Attributes:
+      start: the first of the weight's.
+      total: number of the tensor's.
+    """
+
+    start: int
+    total: int
+
+
 class Weight(NamedTuple):
     """One of the decoder's weights, and its tensors in the files.
 
@@ -64,7 +76,8 @@ class Weight(NamedTuple):
       inputs: number of input dimensions of a matrix ``[inputs, outputs]``; None for weights that
         are stored as they are, flattened.
       fused: the tensor that it is a part of, or None.
-      outputs: its outputs in that tensor, or None.
+      outputs: its outputs in the tensor, or None if they are all.
+      within: its inputs in the tensor, or None if they are all.
     """
 
     path: tuple[str, ...]
@@ -75,6 +88,7 @@ class Weight(NamedTuple):
     inputs: int | None
     fused: Fused | None = None
     outputs: Outputs | None = None
+    within: Inputs | None = None
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -84,6 +98,8 @@ class Weight(NamedTuple):
         experts, inputs, outputs = self._sizes
         if self.outputs is not None:
             outputs = self.outputs.groups * self.outputs.period
+        if self.within is not None:
+            inputs = self.within.total
         return self._arranged(experts, inputs, outputs, 1)
 
     def tensor_index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
@@ -97,6 +113,8 @@ class Weight(NamedTuple):
         )
         if self.outputs is not None:
             outputs = self.outputs.in_tensor(outputs)
+        if self.within is not None:
+            inputs = slice(*(self.within.start + edge for edge in (inputs.start, inputs.stop)))
         return self._arranged(experts, inputs, outputs, slice(0, 1))
 
     def from_tensor(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -109,12 +127,17 @@ class Weight(NamedTuple):
         return matrix.reshape(shape)
 
     def to_tensor(self, weight: np.ndarray, fused: np.ndarray | None = None) -> np.ndarray:
-        """One layer's weight as a tensor; ``fused`` is that tensor with its other weights."""
+        """One layer's weight as a tensor; ``fused`` is that tensor with its other weights.
+
+        What is no weight's is zero.
+        """
         if self.inputs is None:
             return weight.reshape(self.tensor_shape)
         if fused is None:
-            fused = np.empty(self.tensor_shape, weight.dtype)
+            fused = np.zeros(self.tensor_shape, weight.dtype)
         matrix = self._matrices(fused)
+        if self.within is not None:
+            matrix = matrix[:, self.within.start :][:, : self._sizes[1]]
         if self.outputs is not None:
             matrix = self.outputs.of_groups(matrix)
         matrix[...] = weight.reshape(matrix.shape)

@@ -1,0 +1,87 @@
+"""Faults of burst_jax/linear and pallas_kernels/linear."""
+
+# ruff: noqa: E501 (code as it is there)
+
+TAILS = "tests/linear/test_convolution.py -k tails"
+LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
+LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
+LINEAR_EXCHANGE = "tests/linear/test_exchange.py"
+LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
+LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
+LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
+LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
+
+MUTANTS = [
+    ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
+     "return first, last", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
+     "begins == begins", TAILS),
+    ("burst_jax/linear/convolution.py", "jnp.where(valid, at, total)", "jnp.where(valid, at, 0)", TAILS),
+    ("burst_jax/linear/exchange.py", "return states[::-1] if reverse else states", "return states",
+     LINEAR_EXCHANGE),
+    ("burst_jax/linear/exchange.py", "found[turn], 1)", "found, 1)", LINEAR_EXCHANGE),
+    ("burst_jax/linear/exchange.py", "jnp.where(place == 0, state, before(state))", "before(state)",
+     "tests/linear/test_context_parallel.py -k log_steps"),
+    ("burst_jax/linear/documents.py", "valid & (before != padding_id) & (before != here)",
+     "valid & (before != here)", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "Maps(kept.mT, _in_order", "Maps(kept, _in_order", LINEAR_EXCHANGE),
+    ("burst_jax/linear/delta_rule.py", "jnp.where(is_last, ends, 0).sum(0)", "ends.sum(0)", LINEAR_RING),
+    ("burst_jax/linear/split_documents.py", "begins = has & (offset == 0)", "begins = has", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "jnp.where(lax.expand_dims(is_first, range(1, state.ndim)), 0, state)", "state", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "is_first = jnp.concatenate([is_first[:, 1:], jnp.ones_like(is_first[:, :1])], 1)", "pass", LINEAR_BALANCED),
+    ("burst_jax/linear/split_documents.py", "exists = wanted >= of_own[1]", "exists = wanted >= 0", LINEAR_BALANCED),
+    ("burst_jax/linear/delta_rule.py", "jnp.where(slots.has, 0, ids[:, -runs.zone :])", "ids[:, -runs.zone :]",
+     LINEAR_BALANCED),
+    ("burst_jax/linear/delta_rule.py", 'are_of_others(arrays["run_checksums"], ids)', "jnp.zeros(len(ids), bool)",
+     f"{LINEAR_BALANCED} -k other_documents"),
+    ("burst_jax/linear/document_tables.py", "if found.run_checksums.shape[0] != batch:", "if False:", LINEAR_BALANCED),
+    ("burst_jax/linear/convolution.py", "reaches & ~begins", "reaches",
+     "tests/linear/test_convolution.py"),
+    ("burst_jax/linear/convolution.py", "jnp.where(is_first, x, y)", "y",
+     "tests/linear/test_convolution.py"),
+    ("pallas_kernels/linear/chunks.py", "(last, out)", "(first | True, out)", LINEAR_XLA),
+    ("pallas_kernels/linear/chunks.py", "jnp.cumsum(begins.astype(jnp.int32), -1)",
+     "jnp.cumsum(begins.astype(jnp.int32), -1).clip(max=1)", LINEAR_XLA),
+    ("pallas_kernels/linear/chunks.py", "jnp.round(log_decay / _STEP) * _STEP", "jnp.zeros_like(log_decay)",
+     LINEAR_XLA),
+    ("pallas_kernels/linear/scores.py", "earlier.at(..., slice(-1, None), slice(None))",
+     "earlier.at(..., slice(0, 1), slice(None))", f"{LINEAR_XLA} -k strong"),
+    ("pallas_kernels/linear/scores.py", "jnp.exp(later.since(boundary))", "jnp.exp(later.since(later))",
+     f"{LINEAR_XLA} -k same_in_all"),
+    ("pallas_kernels/linear/xla.py", "return self.into[..., -1, :, None]", "return self.into[..., -1, :1, None]",
+     f"{LINEAR_XLA} -k bfloat16"),
+    ("pallas_kernels/linear/families.py", "if inputs.log_decay.ndim > inputs.beta.ndim:", "if False:",
+     "tests/linear/test_linear_errors.py -k each_gpu"),
+    ("pallas_kernels/linear/inverse.py", "for size in (2, 4, 8):", "for size in (2, 4):",
+     "tests/pallas_kernels/test_linear_inverse.py"),
+    ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
+    ("pallas_kernels/linear/families.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py",
+     "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
+     "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/pipeline.py", "for step in (chunks - 2, chunks - 1):", "for step in ():",
+     LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/gradients.py", "pl.when(is_second)(lambda: _recompute_state",
+     "pl.when(is_second & False)(lambda: _recompute_state", LINEAR_SM90),
+    ("pallas_kernels/linear/sm90/scan.py",
+     "return state * along_columns(self.through.at[stage], 0, CHUNK, HEAD_DIM)", "return state",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_decays.py", "32: frozenset({(0, 1), (3, 2)})",
+     "32: frozenset()", LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_operands.py", "same & (column < row)", "column < row",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_gradients.py", "jnp.where(is_row, key, -key)", "key",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm90/channel_gradients.py", "(beta == 0) | begins", "beta == 0",
+     LINEAR_CHANNELS),
+    ("pallas_kernels/linear/sm80/scan.py", "values = values * has_values", "pass", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py",
+     "        start(jnp.minimum(index + 1, chunks - 1), 1 - stage)\n        return",
+     "        start(jnp.minimum(index + 1, chunks - 1), stage)\n        return", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/gradients.py", "write = write * along_rows(out)", "pass", LINEAR_SM80),
+    # Not yet written when it is read, and not read when the next one is copied.
+    ("pallas_kernels/linear/sm80/scan.py", "        wait(n)\n", "", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/scan.py", "start_x(jnp.minimum(n + 1, chunks - 1), 1 - stage)",
+     "start_x(jnp.minimum(n + 1, chunks - 1), stage)", LINEAR_SM80),
+    ("pallas_kernels/linear/sm80/ahead.py", "own * 2 + lax.rem(step, i32(2))", "own * 2", LINEAR_SM80),
+]  # fmt: skip
