@@ -81,7 +81,7 @@ def test_documents_and_edges(n, layout):
 @pytest.mark.parametrize(
     ("kind", "n", "layout"),
     [
-        ("one document", 5, "contiguous"),
+        ("one document", 8, "contiguous"),
         ("strong decay", 8, "zigzag"),
         ("decay per channel", 5, "contiguous"),
     ],
