@@ -112,7 +112,7 @@ class DeviceSizes:
         return self.query if mixer == "attention" else self._of_delta_net.out
 
     def projected(self, mixer: Mixer) -> int:
-        """Features that the mixer's input projections make of a token."""
+        """Weights of the mixer's input projections, per feature of their input."""
         of_attention = self.query + 2 * self.kv + self.gate
         return of_attention if mixer == "attention" else self._of_delta_net.projected
 
@@ -171,7 +171,7 @@ def device_sizes(
             raise ValueError(f"{name} is {size}: {tensor} devices do not divide it")
     of_delta_net = None
     if config.delta_net is not None:
-        of_delta_net = DeltaNetSizes.of(config.delta_net, strategy)
+        of_delta_net = DeltaNetSizes.of(config.delta_net, strategy, config.embed_dim)
     ulysses = strategy.ulysses
     kv_heads = max(1, config.num_kv_heads // tensor)
     if has_attention:

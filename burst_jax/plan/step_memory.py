@@ -27,6 +27,11 @@ _SAVED = (23.0, 9.0)
 # Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
 # scan runs again.
 _FUSED, _AHEAD_FULL = -2.9, 4.0
+# Of v, in addition with a decay per key channel: float32 decays and their gradients, what scans
+# read of every value head, and a state of every chunk. At the peak, by whether it recomputes;
+# ahead, and there with remat "full"; and saved without remat.
+_CHANNELS_PEAK = {True: 7.6, False: 4.4}
+_CHANNELS_AHEAD, _CHANNELS_AHEAD_FULL, _CHANNELS_SAVED = 7.6, 5.0, 2.0
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
@@ -88,7 +93,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
             features += (2 + 4 / s.itemsize) * s.gate
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
-        size += _of_delta_net(s, _SAVED)
+        size += _of_delta_net(s, _SAVED, _CHANNELS_SAVED)
     return int(size)
 
 
@@ -213,11 +218,15 @@ def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, ker
     return 3 * query + 2 * kv + ring
 
 
-def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
-    """Bytes of arrays: how many have the size of v, and how many that of q and k together."""
+def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float], of_channels: float) -> float:
+    """Bytes of arrays: how many have the size of v, and how many that of q and k together.
+
+    ``of_channels`` are those in addition with a decay per key channel.
+    """
     d = s.delta_net
     assert d is not None
     of_values, of_keys = arrays
+    of_values += of_channels if d.channels else 0
     features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
     return s.tokens * s.itemsize * features
 
@@ -227,7 +236,7 @@ def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:
     recomputes = remat != "none"
     values, keys = _PEAK[recomputes]
     values += _FUSED if recomputes and kernels == "fused" else 0
-    return _of_delta_net(s, (values, keys))
+    return _of_delta_net(s, (values, keys), _CHANNELS_PEAK[recomputes])
 
 
 def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: str) -> float:
@@ -235,10 +244,11 @@ def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: st
     values, keys = _AHEAD[strategy.seq > 1]
     values += _FUSED if kernels == "fused" else 0
     if remat != "full":
-        return _of_delta_net(s, (values, keys))
+        return _of_delta_net(s, (values, keys), _CHANNELS_AHEAD)
     assert s.delta_net is not None
     kept = s.tokens * s.delta_net.kept_bytes(kernels)
-    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys))
+    of_channels = _CHANNELS_AHEAD + _CHANNELS_AHEAD_FULL
+    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys), of_channels)
 
 
 def _loss(s: DeviceSizes) -> float:

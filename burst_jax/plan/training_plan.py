@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from burst_jax.models.config import DecoderConfig
+from burst_jax.models.delta_net import KimiDelta
 from burst_jax.plan.attention_plan import IMPORTS, as_arguments, as_python, mesh_code
 from burst_jax.plan.config_code import config_code
 from burst_jax.plan.final_evaluation import FinalEvaluation, final_evaluation
@@ -396,17 +397,19 @@ _DIFFERENCES = (
 
 
 def _mixers(config: DecoderConfig) -> str:
-    """The heads of attention, and of Gated DeltaNet."""
+    """The heads of attention, and of linear attention."""
     heads, sizes = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}", []
     delta_net = config.delta_net
     if delta_net is None:
         return heads
     if count := config.mixers.get("attention"):
         sizes.append(f"{count} with {heads}")
+    channels = isinstance(delta_net, KimiDelta)
+    name = "Kimi Delta Attention" if channels else "Gated DeltaNet"
     return ", ".join(
         [
             *sizes,
-            f"{config.mixers['delta_net']} with Gated DeltaNet of {delta_net.num_heads}/"
+            f"{config.mixers['delta_net']} with {name} of {delta_net.num_heads}/"
             f"{delta_net.num_key_heads} heads x {delta_net.head_dim}",
         ]
     )

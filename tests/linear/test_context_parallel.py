@@ -29,7 +29,8 @@ QUICK = {(2, "contiguous"), (3, "zigzag")}
 # Documents with padding in them, some longer than a shard; gates of 0, 1 and 2 and near them.
 KINDS: dict[str, Any] = {
     "documents": {"documents": 5, "edges": True},
-    "one document": {"decay": 1e-3},
+    # 8 heads: 8 devices exchange its maps by heads, those of 2 heads by a gather.
+    "one document": {"decay": 1e-3, "heads": 8, "key_heads": 4},
     "strong decay": {"documents": 40, "decay": 3.0},
     "decay per channel": {"documents": 5, "edges": True, "decay": 3.0, "channels": True},
 }
@@ -39,9 +40,8 @@ SLOW = pytest.mark.slow
 @functools.cache
 def case_of(kind, length=LENGTH):
     rng = np.random.default_rng(len(kind))
-    return linear_cases.draw(
-        rng, length, batch=2, heads=2, key_heads=1, head_dim=8, value_dim=16, **KINDS[kind]
-    )
+    sizes = {"batch": 2, "heads": 2, "key_heads": 1, "head_dim": 8, "value_dim": 16}
+    return linear_cases.draw(rng, length, **(sizes | KINDS[kind]))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def test_documents_and_edges(n, layout):
 @pytest.mark.parametrize(
     ("kind", "n", "layout"),
     [
-        ("one document", 5, "contiguous"),
+        ("one document", 8, "contiguous"),
         ("strong decay", 8, "zigzag"),
         ("decay per channel", 5, "contiguous"),
     ],

@@ -58,19 +58,24 @@ def run(case, family):
     interpret, operation, options = FAMILIES[family]
 
     def run_all(inputs, start, do, last, half):
-        prepared = operation.prepare(inputs, **options)
+        if options["form"] is Form.APART:  # As devices of a ring do.
+            prepared, rows = operation.mapped(inputs, half)
+        else:
+            prepared = operation.prepare(inputs, **options)
+            rows = operation.affine(inputs, prepared, half)
         *results, kept = operation.forward(inputs, prepared, start, case.scale)
         prepared = RESTORE[operation.__name__](inputs, kept)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
-        affine = operation.affine(inputs, prepared, half)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
-        return dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True)), affine, alone
+        return dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True)), rows, alone
 
     inputs = Inputs(q, k, v, case.log_decay, case.beta, tokens)
     with interpret():
-        got, (m, u), alone = interpreted_callbacks.run(run_all, inputs, start, do, last, half)
-    mapped = m.astype(np.float64) @ half + u
-    return got | {"mapped": mapped, "alone": alone}
+        got, rows, alone = interpreted_callbacks.run(run_all, inputs, start, do, last, half)
+    # The rows of the map, those of U and below them those of M, are transposed.
+    columns = rows.astype(np.float64).swapaxes(-1, -2)
+    u, m = np.split(columns, [case.start.shape[-1]], axis=-1)
+    return got | {"mapped": m @ half + u, "alone": alone}
 
 
 def check(name, cases, family, **more):
