@@ -111,6 +111,7 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
         ("qwen3_moe", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         ("gpt_oss", {"expert": 2, "seq": 2}, "striped", AUTO),
         ("qwen3_next", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
+        ("kimi_linear", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         pytest.param("mixtral", {"seq": 1}, "contiguous", AUTO, marks=SLOW),
         pytest.param("mixtral", {"expert": 2, "seq": 1}, "contiguous", AUTO, marks=SLOW),
         pytest.param("qwen3_moe", {"seq": 2}, "zigzag", AUTO, marks=SLOW),

@@ -355,6 +355,7 @@ TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous", None),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag", 350),
     "olmo_hybrid": ({"seq": 2, "tensor": 2}, "zigzag", 350),
+    "kimi_linear": ({"seq": 2, "tensor": 2}, "zigzag", None),
 }
 
 

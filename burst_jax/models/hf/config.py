@@ -144,12 +144,12 @@ def config_json(
     if config.hf_config is not None:
         given, family = loaded_from(config.hf_config)
         if max_length is not None:
-            given["max_position_embeddings"] = max_length
+            given[family.length_key] = max_length
         known = {key: value for key, value in given.items() if key in family.known}
         if _same(family.read(family.completed(known)), config):
             key = "torch_dtype" if "torch_dtype" in given else "dtype"
             return {**given, key: name}, family
-        max_length = known.get("max_position_embeddings")
+        max_length = known.get(family.length_key)
     if max_length is None:
         raise ValueError(
             "max_length is None: config.json has a number of positions, which a decoder that was "

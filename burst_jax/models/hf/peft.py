@@ -25,7 +25,7 @@ from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.config import config_json, loaded_from
 from burst_jax.models.hf.families import FAMILIES
-from burst_jax.models.hf.family import Family, Fused
+from burst_jax.models.hf.family import Family, Fused, Shaped
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
@@ -209,7 +209,7 @@ def _weights(arrays: Any, model: Decoder) -> list[Weight]:
     of_kernels, weights = {weight.path: weight for weight in found}, []
     for path, array in arrays.items():
         kernel, is_a = of_kernels[*path[:-1], "kernel"], path[-1] == LORA_A
-        names = tuple(_stem(name) + _ENDS[path[-1]] for name in kernel.names)
+        names = tuple(_stem(name, family) + _ENDS[path[-1]] for name in kernel.names)
         weight = kernel._replace(path=path, names=names, shape=tuple(array.shape[1:]), inputs=1)
         weights.append(weight._replace(fused=None, outputs=None) if is_a else weight)
     return weights
@@ -218,24 +218,24 @@ def _weights(arrays: Any, model: Decoder) -> list[Weight]:
 _ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 
 
-def _stem(kernel: str) -> str:
+def _stem(kernel: str, family: Family) -> str:
     """The names of a projection's adapter, without their ends."""
-    return "base_model.model." + kernel.removesuffix("weight")
+    return "base_model.model." + family.module_name(kernel.removesuffix("weight"))
 
 
-def _module(kernel: str | Fused) -> str:
+def _module(kernel: str | Fused | Shaped) -> str:
     """peft's name of a projection."""
-    name = kernel.name if isinstance(kernel, Fused) else kernel
+    name = kernel if isinstance(kernel, str) else kernel.name
     return name.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
 def _targets(files: TensorFiles, config: DecoderConfig) -> tuple[str, ...]:
     """The projections that an adapter has, in any layer."""
-    names, found = _family(config).names, set()
+    family, found = _family(config), set()
     for stack, layers in layers_of_stacks(config).items():
-        for path, kernel in names.items():
+        for path, kernel in family.names.items():
             if path[0] == stack and path[-1] == "kernel" and path[-2] in PROJECTIONS:
-                name = _stem(kernel.name if isinstance(kernel, Fused) else kernel)
+                name = _stem(kernel if isinstance(kernel, str) else kernel.name, family)
                 names_of = (name.format(layer=i, expert=0) + _ENDS[LORA_A] for i in layers)
                 if any(each in files.names for each in names_of):
                     found.add(path[-2])
