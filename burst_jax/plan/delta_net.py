@@ -1,4 +1,4 @@
-"""Costs of one Gated DeltaNet layer on a cluster: kernels, exchanged states, saved bytes.
+"""Costs of one linear-attention layer on a cluster: kernels, exchanged states, saved bytes.
 
 A device scans its tokens in chunks of 64. The chunks of one head follow each other, so a scan takes
 at least the time of a chain of chunks, however few heads there are; with many chains the SMs or
@@ -18,6 +18,14 @@ Affine map and first state's gradient are those of heads that forget slowly; whe
 strong they take 0.061 and 0.072. The numbers for Ampere are estimates: its code takes 1.19 / 3.71
 at 32,768 tokens on an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an
 H200, before X and P were computed in the scan's launch.
+
+With a decay per key channel (Kimi Delta Attention) kernels of their own compute the operands before
+the scans, and the gradients after them, in parallel: ``parallel`` seconds per token and head are
+added. On the same H200::
+
+    1 x 32,768 tokens   1.726 / 6.242       operands 1.063, affine map 0.470, gradient 0.577
+    1 x 8,192           0.529 / 1.755       these two rows are of an earlier version, with
+    2 x 16,384          1.600 / 6.360       operands of 1.192 per 32,768 tokens
 """
 
 from __future__ import annotations
@@ -54,11 +62,13 @@ class Pass(NamedTuple):
       chunk: seconds of a chunk in a chain.
       token: seconds of a token and value head, where all SMs have work.
       bytes: of device memory per token and value head.
+      parallel: seconds of a token and value head in kernels before or after the scan.
     """
 
     chunk: float
     token: float
     bytes: float
+    parallel: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -94,9 +104,20 @@ RATES = {
 }  # fmt: skip
 
 
+# The same with a decay per key channel.
+CHANNEL_RATES = {
+    "fused": Rates(
+        Pass(1.25e-6, 0.39e-9, 1500, 1.01e-9),
+        Pass(2.07e-6, 1.08e-9, 2900, 3.28e-9),
+        Pass(0.92e-6, 0.43e-9, 900),
+        Pass(1.13e-6, 0.38e-9, 1200),
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class DeltaNetSizes:
-    """One device's share of a Gated DeltaNet layer.
+    """One device's share of a linear-attention layer.
 
     Attributes:
       heads: its value heads.
@@ -107,7 +128,7 @@ class DeltaNetSizes:
       runs: runs of tokens of a sequence on the device: 2 in zigzag.
       gathers: whether the devices of a sequence gather all maps.
       devices: number of these devices.
-      projected: features that the input projections make of a token.
+      channels: whether decays are per key channel, as in Kimi Delta Attention.
     """
 
     heads: int
@@ -118,7 +139,7 @@ class DeltaNetSizes:
     runs: int
     gathers: bool
     devices: int
-    projected: int
+    channels: bool
 
     @classmethod
     def of(cls, sizes: DeltaNet, strategy: TrainingStrategy) -> DeltaNetSizes:
@@ -126,14 +147,9 @@ class DeltaNetSizes:
 
         Raises:
           ValueError: the tensor axis does not divide the heads.
-          NotImplementedError: head dims without kernels, or Kimi Delta Attention.
+          NotImplementedError: head dims without kernels.
         """
         tensor = strategy.tensor
-        if isinstance(sizes, KimiDelta):
-            raise NotImplementedError(
-                f"delta_net is {sizes}: the planner has rates of Gated DeltaNet, none of Kimi "
-                "Delta Attention"
-            )
         if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
             raise NotImplementedError(
                 f"delta_net has head dims {(sizes.head_dim, sizes.value_head_dim)}: the planner "
@@ -156,7 +172,7 @@ class DeltaNetSizes:
             runs=runs.count,
             gathers=strategy.seq <= GATHERED,
             devices=strategy.seq,
-            projected=2 * key_heads * sizes.head_dim + heads * (2 * sizes.value_head_dim + 2),
+            channels=isinstance(sizes, KimiDelta),
         )
 
     @property
@@ -197,8 +213,11 @@ class DeltaNetSizes:
     def kept_bytes(self, kernels: str) -> int:
         """Bytes that a layer keeps per token: out in bfloat16, and what the kernels keep of chunks.
 
-        These are the inverses, on Ampere also the scores, 64 numbers a token, and five float32.
+        These are the inverses, on Ampere also the scores, 64 numbers a token, and five float32;
+        with a decay per key channel nothing.
         """
+        if self.channels:
+            return self.heads * 2 * self.value_dim
         matrices = 1 if kernels == "fused" else 2
         return self.heads * (2 * self.value_dim + 2 * CHUNK * matrices + 4 * 5)
 
@@ -250,16 +269,26 @@ def estimate(
       strategy: of the step.
       tokens: of all of the device's sequences.
       rows: number of these sequences.
+
+    Raises:
+      NotImplementedError: decays per key channel on GPUs other than Hopper's.
     """
     gpu = cluster.gpu
-    rates, bandwidth = RATES[gpu.kernels], 1e9 * gpu.bandwidth
+    of_kind = CHANNEL_RATES if sizes.channels else RATES
+    if gpu.kernels not in of_kind:
+        raise NotImplementedError(
+            f"delta_net is KimiDelta, and the GPU {gpu.name}: decays per key channel have kernels, "
+            "whose rates the planner has, on Hopper GPUs alone; plan with gpu='h100' or 'h200'"
+        )
+    rates, bandwidth = of_kind[gpu.kernels], 1e9 * gpu.bandwidth
     chunks = -(-tokens // (rows * sizes.runs * CHUNK))
     ctas = _CTAS_PER_CHAIN * rows * sizes.runs * sizes.heads
     waves = -(-ctas // _SMS[gpu.kernels])
 
     def seconds(work: Pass) -> float:
-        each = max(work.token, work.bytes / bandwidth)
-        return rates.fixed + max(chunks * waves * work.chunk, tokens * sizes.heads * each)
+        each, all_heads = max(work.token, work.bytes / bandwidth), tokens * sizes.heads
+        scan = max(chunks * waves * work.chunk, all_heads * each)
+        return rates.fixed + scan + all_heads * work.parallel
 
     features = tokens * (sizes.convolved + 2 * sizes.out)
     around = {name: features * count / bandwidth for name, count in _AROUND.items()}

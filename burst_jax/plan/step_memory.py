@@ -27,6 +27,9 @@ _SAVED = (23.0, 9.0)
 # Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
 # scan runs again.
 _FUSED, _AHEAD_FULL = -2.9, 4.0
+# More of the size of v with decays per key channel, by count: at the peak the kernels' temporaries,
+# float32 log decays and their gradients; ahead the operands and log decays; saved log decays.
+_CHANNELS = {"peak": 6.9, "ahead": 6.0, "saved": 2.0}
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
@@ -69,7 +72,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
     """
     s = sizes
     # Out of softmax attention and its lse; of Gated DeltaNet out, states, and of the chunks.
-    out = s.tokens * (s.itemsize * s.query + 4 * s.heads)
+    out = s.tokens * (s.itemsize * s.attended + 4 * s.heads)
     if mixer == "delta_net":
         assert s.delta_net is not None
         out = s.tokens * s.delta_net.kept_bytes(kernels) + s.delta_net.state_bytes(s.rows)
@@ -83,10 +86,10 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
         features = 2 * s.width + 2 * s.held_hidden + s.assigned * s.width
         features += 3 * 4 / s.itemsize * s.normed(mixer)
         if mixer == "attention":
-            features += s.query + 2 * s.kv
+            features += s.query + s.kv
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
-        size += _of_delta_net(s, _SAVED)
+        size += _of_delta_net(s, _SAVED, "saved")
     return int(size)
 
 
@@ -182,7 +185,7 @@ def _backward(
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
         states += 3 * one / strategy.mlp_chunks
-        states += features * 2 * s.kv if mixer == "attention" else out
+        states += features * s.kv if mixer == "attention" else out
         products += 4 * s.mlp.whole * 4 / 3
     if mixer == "delta_net" and not saved:
         states += _ahead(s, strategy, remat, kernels)
@@ -195,24 +198,28 @@ def _backward(
 def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, kernels: str) -> float:
     """Bytes of q, out and its gradient, k, v, and the ring's temporaries."""
     features = s.tokens * s.itemsize
-    query, kv = features * s.query, features * 2 * s.kv
+    query, out, kv = (features * each for each in (s.query, s.attended, s.kv))
     ring = temp_bytes(
         kernels,
         rotation,
         passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
         steps=strategy.seq,
         ulysses=strategy.ulysses > 1,
-        q=query,
-        kv=features * 2 * s.attended_kv,
+        q=(query + out) // 2,
+        kv=features * s.attended_kv,
     )
-    return 3 * query + 2 * kv + ring
+    return query + 2 * out + 2 * kv + ring
 
 
-def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
-    """Bytes of arrays: how many have the size of v, and how many that of q and k together."""
+def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float], when: str) -> float:
+    """Bytes of arrays: how many have the size of v, and how many that of q and k together.
+
+    ``when`` is a key of ``_CHANNELS``.
+    """
     d = s.delta_net
     assert d is not None
     of_values, of_keys = arrays
+    of_values += _CHANNELS[when] if d.channels else 0
     features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
     return s.tokens * s.itemsize * features
 
@@ -222,7 +229,7 @@ def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:
     recomputes = remat != "none"
     values, keys = _PEAK[recomputes]
     values += _FUSED if recomputes and kernels == "fused" else 0
-    return _of_delta_net(s, (values, keys))
+    return _of_delta_net(s, (values, keys), "peak")
 
 
 def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: str) -> float:
@@ -230,10 +237,10 @@ def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: st
     values, keys = _AHEAD[strategy.seq > 1]
     values += _FUSED if kernels == "fused" else 0
     if remat != "full":
-        return _of_delta_net(s, (values, keys))
+        return _of_delta_net(s, (values, keys), "ahead")
     assert s.delta_net is not None
     kept = s.tokens * s.delta_net.kept_bytes(kernels)
-    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys))
+    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys), "ahead")
 
 
 def _loss(s: DeviceSizes) -> float:
