@@ -126,7 +126,6 @@ class DeltaNetSizes:
       runs: runs of tokens of a sequence on the device: 2 in zigzag.
       devices: number of devices of a sequence.
       exchange: how these exchange maps.
-      projected: weights of the input projections per feature of the layer's input.
       channels: whether there is a decay per key channel.
     """
 
@@ -138,20 +137,17 @@ class DeltaNetSizes:
     runs: int
     devices: int
     exchange: Exchange
-    projected: int
     channels: bool = False
 
     @classmethod
-    def of(cls, sizes: DeltaNet, strategy: TrainingStrategy, width: int) -> DeltaNetSizes:
+    def of(cls, sizes: DeltaNet, strategy: TrainingStrategy) -> DeltaNetSizes:
         """The share of one device, of a strategy that supports such layers (:func:`obstacle`).
-
-        ``width`` are the features of the layer's input.
 
         Raises:
           ValueError: the tensor axis does not divide the heads.
           NotImplementedError: head dims without kernels.
         """
-        tensor, channels = strategy.tensor, isinstance(sizes, KimiDelta)
+        tensor = strategy.tensor
         if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
             raise NotImplementedError(
                 f"delta_net has head_dim {sizes.head_dim} and value_head_dim "
@@ -166,12 +162,6 @@ class DeltaNetSizes:
         runs = device_runs(parse_layout(strategy.layout), (), strategy.seq, "Gated DeltaNet")
         assert isinstance(runs, DeviceRuns)
         heads, key_heads = sizes.num_heads // tensor, sizes.num_key_heads // tensor
-        keys, values = key_heads * sizes.head_dim, heads * sizes.value_head_dim
-        projected = 2 * keys + values + heads
-        for name, (inputs, outputs) in sizes.gates(width).items():
-            # The inner one of two projections is whole on each device of the tensor axis.
-            whole = name.endswith("_a")
-            projected += inputs * outputs // width // (1 if whole else tensor)
         return cls(
             heads=heads,
             key_heads=key_heads,
@@ -181,8 +171,7 @@ class DeltaNetSizes:
             runs=runs.count,
             devices=strategy.seq,
             exchange=runs.exchange(heads),
-            projected=projected,
-            channels=channels,
+            channels=isinstance(sizes, KimiDelta),
         )
 
     @property

@@ -74,7 +74,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
     """
     s = sizes
     # Out of softmax attention and its lse; of Gated DeltaNet out, states, and of the chunks.
-    out = s.tokens * (s.itemsize * s.query + 4 * s.heads)
+    out = s.tokens * (s.itemsize * s.attended + 4 * s.heads)
     if mixer == "delta_net":
         assert s.delta_net is not None
         out = s.tokens * s.delta_net.kept_bytes(kernels) + s.delta_net.state_bytes(s.rows)
@@ -88,7 +88,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
         features = 2 * s.width + 2 * s.held_hidden + s.assigned * s.width
         features += 3 * 4 / s.itemsize * s.normed(mixer)
         if mixer == "attention":
-            features += s.query + 2 * s.kv
+            features += s.query + s.kv
             # Of the output gate its sigmoid, that one's float32 slope, and the gated output.
             features += (2 + 4 / s.itemsize) * s.gate
     size = s.tokens * features * s.itemsize + share * out
@@ -192,7 +192,7 @@ def _backward(
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
         states += 3 * one / strategy.mlp_chunks
-        states += features * 2 * s.kv if mixer == "attention" else out
+        states += features * s.kv if mixer == "attention" else out
         products += 4 * s.mlp.whole * 4 / 3
     if mixer == "delta_net" and not saved:
         states += _ahead(s, strategy, remat, kernels)
@@ -205,17 +205,17 @@ def _backward(
 def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, kernels: str) -> float:
     """Bytes of q, out and its gradient, k, v, and the ring's temporaries."""
     features = s.tokens * s.itemsize
-    query, kv = features * s.query, features * 2 * s.kv
+    query, out, kv = (features * each for each in (s.query, s.attended, s.kv))
     ring = temp_bytes(
         kernels,
         rotation,
         passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
         steps=strategy.seq,
         ulysses=strategy.ulysses > 1,
-        q=query,
-        kv=features * 2 * s.attended_kv,
+        q=(query + out) // 2,
+        kv=features * s.attended_kv,
     )
-    return 3 * query + 2 * kv + ring
+    return query + 2 * out + 2 * kv + ring
 
 
 def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float], of_channels: float) -> float:

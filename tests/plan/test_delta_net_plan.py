@@ -18,10 +18,11 @@ from training_plans import TINY, one, plan_of
 import burst_jax
 from burst_jax import linear
 from burst_jax.linear import runs
-from burst_jax.models import DeltaNet, KimiDelta, LayerKind
+from burst_jax.models import DeltaNet, KimiDelta, LayerKind, abstract_decoder
 from burst_jax.plan import GPUS, delta_net
 from burst_jax.plan.__main__ import main
 from burst_jax.plan.delta_net import DeltaNetSizes, estimate
+from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.presets import config_of
 from burst_jax.plan.training_strategy import TrainingStrategy
@@ -55,7 +56,7 @@ def strategy_of(n, layout="zigzag", **fields):
 def test_kernels_take_what_was_measured(monkeypatch, gpu, rows, length, forward, both):
     monkeypatch.setattr(delta_net, "_AROUND", {"forward": 0, "backward": 0})
     strategy, tokens = strategy_of(1, "contiguous"), rows * length
-    sizes = DeltaNetSizes.of(QWEN, strategy, 2048)
+    sizes = DeltaNetSizes.of(QWEN, strategy)
     found = estimate(sizes, Cluster(GPUS[gpu], 1, 1, 50.0), strategy, tokens=tokens, rows=rows)
     assert 1e3 * found.forward_seconds == pytest.approx(forward, rel=0.03)
     assert 1e3 * (found.forward_seconds + found.backward_seconds) == pytest.approx(both, rel=0.04)
@@ -73,12 +74,10 @@ def test_kernels_take_what_was_measured(monkeypatch, gpu, rows, length, forward,
 def test_kernels_of_decays_per_channel(monkeypatch, rows, length, forward, both):
     monkeypatch.setattr(delta_net, "_AROUND", {"forward": 0, "backward": 0})
     strategy, tokens = strategy_of(1, "contiguous"), rows * length
-    sizes = DeltaNetSizes.of(KIMI, strategy, 2048)
+    sizes = DeltaNetSizes.of(KIMI, strategy)
     found = estimate(sizes, Cluster(GPUS["h200"], 1, 1, 50.0), strategy, tokens=tokens, rows=rows)
     assert 1e3 * found.forward_seconds == pytest.approx(forward, rel=0.03)
     assert 1e3 * (found.forward_seconds + found.backward_seconds) == pytest.approx(both, rel=0.05)
-    # Of the two inner projections 2 x 128 features, of the outer ones as many inputs.
-    assert sizes.projected == 3 * 4096 + 32 + 2 * 128 + 2 * 128 * 4096 // 2048
     assert sizes.kept_bytes("fused") == 32 * 128 * 2
     a100 = Cluster(GPUS["a100"], 1, 1, 50.0)
     with pytest.raises(NotImplementedError, match="gpu is a100, and delta_net is a KimiDelta: the"):
@@ -90,7 +89,7 @@ def test_a_ring_adds_maps_and_exchanges(monkeypatch):
     one_gpu, eight = strategy_of(1), strategy_of(8)
     cluster, times = Cluster(GPUS["h200"], 1, 8, 50.0), []
     for strategy in (one_gpu, eight):
-        sizes = DeltaNetSizes.of(QWEN, strategy, 2048)
+        sizes = DeltaNetSizes.of(QWEN, strategy)
         times.append(estimate(sizes, cluster, strategy, tokens=32768, rows=1))
     # The affine map and the first state's gradient of slow decays, in two runs each.
     for name, work in (("forward", 0.45), ("backward", 0.40)):
@@ -99,7 +98,7 @@ def test_a_ring_adds_maps_and_exchanges(monkeypatch):
         sent = getattr(times[1], f"{name}_bytes") / (255e9) * 1e3 + 0.20
         assert ring == pytest.approx(zigzag + work + sent, rel=0.02)
     hosts = Cluster(GPUS["h200"], 2, 4, 50.0)
-    far = estimate(DeltaNetSizes.of(QWEN, eight, 2048), hosts, eight, tokens=32768, rows=1)
+    far = estimate(DeltaNetSizes.of(QWEN, eight), hosts, eight, tokens=32768, rows=1)
     assert far.host_bytes == far.forward_bytes + far.backward_bytes
     assert far.forward_seconds > times[1].forward_seconds
 
@@ -128,7 +127,7 @@ def test_bytes_are_those_of_the_program(monkeypatch, layout, exchange):
     if exchange == "steps":
         monkeypatch.setattr(runs, "GATHERED", 4)
     strategy = strategy_of(n, layout)
-    sizes = DeltaNetSizes.of(dataclasses.replace(SIZES, num_heads=heads), strategy, 32)
+    sizes = DeltaNetSizes.of(dataclasses.replace(SIZES, num_heads=heads), strategy)
     assert sizes.exchange == exchange
     shape = rows, n * 64 * (2 if layout == "zigzag" else 1)
 
@@ -211,7 +210,7 @@ def test_what_costs_nothing_at_any_length():
 def test_a_layer_saves_what_its_gradient_reads():
     n, tokens = 4, 256
     strategy = strategy_of(n)
-    sizes = DeltaNetSizes.of(SIZES, strategy, 32)
+    sizes = DeltaNetSizes.of(SIZES, strategy)
     saved = sizes.state_bytes(1) + tokens * sizes.kept_bytes("fused")
     # M and the state of two runs; out, and X beta and five vectors of each chunk of 64.
     states, chunks = 2 * 2 * 4 * 128 * 128 * 4, tokens // 64
@@ -234,6 +233,33 @@ def test_qwen_3_next(capsys):
     assert float(weights[2]) == pytest.approx(80, rel=0.01)
     assert float(weights[1]) < 4
     assert "36 with Gated DeltaNet of 32/16 heads x 128" in text
+
+
+def test_kimi_linear():
+    """The products of a device's layers are those of the decoder, but for routers."""
+    config = config_of("kimi-linear-48b-a3b")
+    assert config.mixers == {"attention": 7, "delta_net": 20}
+    strategy = strategy_of(1)
+    _, shapes = abstract_decoder(config, mesh=strategy.abstract_mesh)
+    sizes = device_sizes(config, shapes, strategy, length=1024, batch=1)
+    assert sizes.parts == 49_122_681_728
+    routers, head = 26 * 2304 * 256, 2304 * 163840
+    assert sizes.all_products == config.num_matmul_params - routers - head
+    # The name's 48 and 3 billion.
+    assert 1e-9 * config.num_matmul_params == pytest.approx(3.1, abs=0.1)
+    halves = dataclasses.replace(strategy, tensor=2)
+    half = device_sizes(config, shapes, halves, length=1024, batch=1)
+    low_rank = 2 * 20 * 2304 * 128 + 7 * 2304 * 576  # On both devices.
+    assert 2 * half.all_products == sizes.all_products + low_rank
+    # Keys of 192 features, values of 128, of which out has as many.
+    assert (half.kv, half.query, half.attended) == (16 * 320, 16 * 192, 16 * 128)
+    plan = plan_of(config, 2**15, gpus_per_host=8, moments="host")
+    text = str(plan)
+    assert "7 with latent attention of 32 heads x 192/128, 20 with Kimi Delta Attention of" in text
+    assert "1 layers of 9216 without experts, 256 experts of 1024, 8 per token" in text
+    message = "gpu is a100, and delta_net is a KimiDelta: .* plan for an H100 or H200"
+    with pytest.raises(NotImplementedError, match=message):
+        burst_jax.plan.training(config, length=1024, gpu="a100")
 
 
 def test_what_has_no_rates_raises():

@@ -363,6 +363,7 @@ TRANSFORMERS_CASES: dict[str, Any] = {
     "llama3": ({"tensor": 2, "seq": 2}, "contiguous"),
     "gemma3_types": ({"data": 2, "seq": 2, "tensor": 2}, "zigzag"),
     "olmo_hybrid": ({"seq": 2, "tensor": 2}, "zigzag"),
+    "kimi_linear": ({"seq": 2, "tensor": 2}, "zigzag"),
 }
 
 

@@ -60,6 +60,6 @@ MUTANTS = [
     ("burst_jax/verify/calls.py", "used |= traced[call.place].used", "pass", "tests/verify/test_placement.py -k vmap"),
     ("burst_jax/verify/__main__.py", "            check_output(args.json)\n", "            pass\n",
      "tests/verify/test_verify_command.py -k sentence"),
-    ("burst_jax/plan/delta_net.py", "inputs * outputs // width", "outputs",
-     f"{PLAN_DELTA_NET} kernels_of_decays"),
+    ("burst_jax/plan/device_sizes.py", "devices = 1 if name in replicated else tensor", "devices = tensor",
+     f"{PLAN_DELTA_NET} kimi"),
 ]  # fmt: skip
