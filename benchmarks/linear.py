@@ -26,6 +26,7 @@ from benchmarks.results import save_json
 from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax.command_line import Unusable, integer
 from burst_jax.linear import gated_delta_rule
+from burst_jax.linear.exchange import Maps
 from pallas_kernels.linear.backend import Inputs
 from pallas_kernels.linear.chunks import Tokens
 from pallas_kernels.linear.kernel_parts import Form, GradientInputs
@@ -140,14 +141,15 @@ def _results_of_two_blocks(
     if tokens is not None:
         do = jnp.where(tokens.valid[..., None, None], do, 0)
     operation, prepared = family.operation, family.prepare(given)
-    m, ends = operation.affine(given, prepared, jnp.concatenate([start, jnp.zeros_like(start)]))
-    starts = jnp.concatenate([start, ends[:1]])
+    first = jnp.concatenate([start, jnp.zeros_like(start)])
+    m, ends = Maps.of_rows(operation.affine(given, prepared, first))
+    starts = jnp.concatenate([start, ends[:1].mT])
     o, ends, kept = operation.forward(given, prepared, starts, SCALE)
     if kept is not None:
         prepared = kept
     zeros = jnp.zeros_like(starts)
     alone = operation.first_state_gradient(given, prepared, do, zeros, SCALE)
-    lasts = jnp.concatenate([product(m[1:].swapaxes(-1, -2), last) + alone[1:], last])
+    lasts = jnp.concatenate([product(m[1:], last) + alone[1:], last])
     made = operation.backward(given, prepared, starts, do, lasts, SCALE)
     by_token = (o, *made[:5])
     o, *gradients = (x.reshape(1, -1, *x.shape[2:]) for x in by_token)

@@ -23,7 +23,7 @@ from benchmarks.turns import Clock, add_turns, in_turns
 from burst_jax import linear
 from burst_jax.command_line import integer
 from burst_jax.layouts.parse import parse_layout
-from burst_jax.linear.exchange import Maps, arriving
+from burst_jax.linear.exchange import arriving
 from burst_jax.linear.runs import DeviceRuns, device_runs
 
 ONE = "one GPU"
@@ -32,11 +32,16 @@ _IMPLEMENTATION = "mosaic_sm90"
 
 
 class Sizes(NamedTuple):
-    """Of a case; ``tokens`` are those of each GPU."""
+    """Of a case; ``tokens`` are those of each GPU, ``channels`` as of ``benchmarks linear``."""
 
     tokens: int
     heads: int
     key_heads: int
+    channels: bool = False
+
+    def __str__(self) -> str:
+        form = ", a decay per key channel" if self.channels else ""
+        return f"{self.tokens:,} tokens per GPU, {self.key_heads}/{self.heads} heads{form}"
 
 
 def program(layout: str, mesh: Mesh, *, backward: bool) -> Callable[..., Any]:
@@ -62,18 +67,15 @@ def exchange(layout: str, mesh: Mesh, sizes: Sizes) -> tuple[Callable[..., Any],
     runs = device_runs(parse_layout(layout), ("seq",), mesh.size, "this benchmark")
     assert isinstance(runs, DeviceRuns)
 
-    def run(m: Any, u: Any) -> Any:
-        return arriving(runs, Maps(m, u))
+    def run(rows: Any) -> Any:
+        return arriving(runs, rows)[0]
 
-    shape = mesh.size * runs.count, sizes.heads, HEAD_DIM, HEAD_DIM
+    shape = mesh.size * runs.count, sizes.heads, 2 * HEAD_DIM, HEAD_DIM
     spread = NamedSharding(mesh, P("seq"))
-    arrays = tuple(
-        jax.jit(
-            lambda i=i: jax.random.normal(jax.random.key(i), shape) / 12, out_shardings=spread
-        )()
-        for i in range(2)
-    )
-    return jax.shard_map(run, mesh=mesh, in_specs=P("seq"), out_specs=P("seq")), arrays
+    drawn = jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), shape) / 12, out_shardings=spread
+    )()
+    return jax.shard_map(run, mesh=mesh, in_specs=P("seq"), out_specs=P("seq")), (drawn,)
 
 
 def arrays_on(mesh: Mesh, sizes: Sizes) -> list[jax.Array]:
@@ -93,10 +95,11 @@ def arrays_on(mesh: Mesh, sizes: Sizes) -> list[jax.Array]:
     def values(key: jax.Array) -> jax.Array:
         return jax.random.normal(key, (*by_head, HEAD_DIM), jnp.bfloat16)
 
+    decays = (*by_head, HEAD_DIM) if sizes.channels else by_head
     return [
         *(drawn(unit) for _ in range(2)),
         drawn(values),
-        drawn(lambda key: -0.1 * jax.random.uniform(key, by_head, jnp.float32)),
+        drawn(lambda key: -0.1 * jax.random.uniform(key, decays, jnp.float32)),
         drawn(lambda key: jax.random.uniform(key, by_head, jnp.float32)),
         drawn(values),
     ]
@@ -120,6 +123,9 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--heads", type=integer(1), default=32, help="value heads (%(default)s)")
     parser.add_argument("--key-heads", type=integer(1), help="default: as many as value heads")
+    parser.add_argument(
+        "--channels", action="store_true", help="a decay per key channel (Kimi Delta Attention)"
+    )
     add_turns(parser)
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)
@@ -135,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     record |= {"jax": jax.__version__, "rows": rows}
     print(f"{record['devices']} x {record['device']}, jax {record['jax']}", flush=True)
     with ThreadPoolExecutor(14) as pool:
-        cases = [Sizes(tokens, args.heads, key_heads) for tokens in args.tokens]
+        cases = [Sizes(each, args.heads, key_heads, args.channels) for each in args.tokens]
         compiling = [_compiling(sizes, pool) for sizes in cases]
         with Clock() as clock:
             for sizes, started in zip(cases, compiling, strict=True):
@@ -178,7 +184,7 @@ def _timed(
         key: 1e3 * statistics.median(turn.seconds for turn in times)
         for key, times in measured.items()
     }
-    case = f"{sizes.tokens:,} tokens per GPU, {sizes.key_heads}/{sizes.heads} heads"
+    case = str(sizes)
     print(case, flush=True)
     rows = []
     for (place, name), each in ms.items():

@@ -45,6 +45,7 @@ _PACKAGES = ("data", "linear", "models", "plan", "serving", "training", "verify"
 _MODULES = {
     "GatedDeltaNet": "burst_jax.layers.gated_delta_net",
     "KimiDeltaAttention": "burst_jax.layers.kimi_delta_attention",
+    "LatentAttention": "burst_jax.layers.latent_attention",
 }
 
 if _TYPE_CHECKING:
@@ -57,6 +58,7 @@ if _TYPE_CHECKING:
     from burst_jax import verify as verify
     from burst_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
     from burst_jax.layers.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
+    from burst_jax.layers.latent_attention import LatentAttention as LatentAttention
 
 
 def __getattr__(name: str) -> object:

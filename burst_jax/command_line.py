@@ -7,6 +7,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,13 @@ class Parser(argparse.ArgumentParser):
         """Prints the message without the usage; a list in it keeps its lines."""
         lines = "\n".join(printable(line)[:1500] for line in message.split("\n"))
         self.exit(2, f"{self.prog}: error: {lines}\n")
+
+
+def in_flags(error: Exception, **flags: str) -> str:
+    """The message of an error of the library, with flags instead of names of its arguments."""
+    # Not in the name of a file.
+    names = rf"(?<![\w/.'-])({'|'.join(flags)})(?![\w/.'-])"
+    return re.sub(names, lambda found: flags[found[0]], str(error))
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

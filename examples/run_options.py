@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +25,7 @@ from run_model import (
     make_config,
 )
 
-from burst_jax.command_line import Parser, file_or_folder
+from burst_jax.command_line import Parser, file_or_folder, in_flags
 from burst_jax.data import (
     ByteTokens,
     ChatTokens,
@@ -83,13 +82,6 @@ LORA_OPTIONS = ("lora_alpha", "lora_targets", "lora_export")
 def flag(name: str) -> str:
     """The flag of an argument."""
     return "--" + name.replace("_", "-")
-
-
-def in_flags(error: Exception, **flags: str) -> str:
-    """The message of an error of the library, with flags instead of names of its arguments."""
-    # Not in the name of a file.
-    names = rf"(?<![\w/.'-])({'|'.join(flags)})(?![\w/.'-])"
-    return re.sub(names, lambda found: flags[found[0]], str(error))
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, Parser]:

@@ -49,14 +49,13 @@ from run_options import (
     RunConfig,
     attention_options,
     flag,
-    in_flags,
     parse_args,
     prepare,
 )
 from run_profile import Profile
 from work_log import WorkLog
 
-from burst_jax.command_line import use_cpu_devices
+from burst_jax.command_line import in_flags, use_cpu_devices
 from burst_jax.data import gather_state
 from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh_option import one_device

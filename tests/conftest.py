@@ -15,6 +15,10 @@ import pathlib
 import re
 from typing import Any
 
+# NumPy's other threads wait for their next product in a busy loop. NumPy reads this when it is
+# imported; workers and subprocesses inherit it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import compiled_programs as compiled
 import jax
 import pytest
@@ -32,6 +36,7 @@ CACHE = {
 IMPLEMENTATION: Any = None  # a name, with --implementation
 ON_GPU = REPLAYING = COMPILE_QUICKLY = False
 DRAW_SEED = LOWERED_PROGRAMS = 0
+USUAL_PROGRAMS = 28  # The option --lowered-programs.
 collect_ignore: list[str] = []
 # The garbage collector runs rarely: JAX's caches keep most objects of a trace alive.
 gc.set_threshold(1_000_000, 10, 100)
@@ -103,10 +108,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--lowered-programs",
         type=int,
-        default=28,
+        default=USUAL_PROGRAMS,
         metavar="N",
         help="how many calls tests/compiled/test_lowered_programs.py draws, a quarter as many "
-        "layers and a sixth as many training steps (default: 28)",
+        f"layers and a sixth as many training steps (default: {USUAL_PROGRAMS})",
     )
 
 

@@ -393,7 +393,7 @@ class GatedDeltaNet(nnx.Module):
             inputs, taps = project(getattr(layer, name), x), getattr(layer, f"{name}_conv")[...]
             tail = None if before is None else getattr(before, name)
             if tail is not None:
-                tail = tail.reshape(*tail.shape[:2], -1)
+                tail = tail.reshape(*tail.shape[:2], math.prod(tail.shape[2:]))
             found = short_convolution(
                 inputs.reshape(*inputs.shape[:2], -1), taps.reshape(len(taps), -1),
                 initial_tail=tail, return_final_tail=return_state, **options,

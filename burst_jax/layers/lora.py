@@ -46,6 +46,8 @@ PROJECTIONS = {
     "output_gate_b": "g_b_proj",
     "decay_a": "f_a_proj",
     "decay_b": "f_b_proj",
+    # Of latent attention, whose key and value have the latent vector as their input.
+    "latent": "kv_a_proj_with_mqa",
     # Of a mixture of experts, whose experts have no adapters.
     "router": "router",
 }
@@ -69,7 +71,8 @@ class Lora:
         transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; router, in
         place of the last three, in a mixture of experts; output_gate, beta and decay of Gated
         DeltaNet, and output_gate of gated attention; beta, output_gate_a, output_gate_b, decay_a
-        and decay_b of Kimi Delta Attention. Default: all that the model has.
+        and decay_b of Kimi Delta Attention; latent of latent attention. Default: all that the model
+        has.
       rank_stabilized: whether the scale is ``alpha / sqrt(rank)`` (rsLoRA, Kalajdzievski 2023).
 
     Raises:

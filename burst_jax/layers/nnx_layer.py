@@ -171,12 +171,10 @@ class BurstAttention(nnx.Module):
         linear = functools.partial(
             nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        to_heads = functools.partial(
-            linear, in_features, use_bias=use_bias, kernel_init=kernel_init
-        )
+        inner = functools.partial(linear, use_bias=use_bias, kernel_init=kernel_init)
+        to_heads = functools.partial(inner, in_features)
         self.query = to_heads((num_heads, head_dim))
-        self.key = to_heads((num_kv_heads, head_dim))
-        self.value = to_heads((num_kv_heads, value_head_dim))
+        self._add_key_and_value(inner, in_features, num_kv_heads, head_dim, value_head_dim)
         self.out = linear(
             (num_heads, value_head_dim),
             in_features if out_features is None else out_features,
@@ -313,10 +311,10 @@ class BurstAttention(nnx.Module):
                 "the query and out weights",
             )  # fmt: skip
             first, count = self._first_kv_head(query.shape[2])
-            local = (local_heads(linear, first, count) for linear in (self.key, self.value))
-            key, value = (project(linear, x) for linear in local)
+            key, value = layer._key_and_value(x, (first, count))
         else:
-            query, key, value = layer.query(x), layer.key(x), layer.value(x)
+            query = layer.query(x)
+            key, value = layer._key_and_value(x, None)
             first = jnp.int32(0)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = layer.query_norm(query)
@@ -400,6 +398,26 @@ class BurstAttention(nnx.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         options = tuple(with_devices(dict(state["options"])).items())
         super().__setstate__(state | {"options": options})
+
+    def _add_key_and_value(
+        self, linear: Any, in_features: int, num_kv_heads: int, head_dim: int, value_head_dim: int
+    ) -> None:
+        """Adds the projections to keys and values, made by ``linear(inputs, outputs)``."""
+        self.key = linear(in_features, (num_kv_heads, head_dim))
+        self.value = linear(in_features, (num_kv_heads, value_head_dim))
+
+    def _key_and_value(
+        self, x: jax.Array, heads: tuple[jax.Array, int] | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values ``[B, T, K, ...]`` of ``x``.
+
+        ``heads`` are ``(first, count)`` of them, inside a ``shard_map``; None is all of them,
+        outside.
+        """
+        if heads is None:
+            return self.key(x), self.value(x)
+        key, value = (project(local_heads(linear, *heads), x) for linear in (self.key, self.value))
+        return key, value
 
     def _given_positions[Positions](self, positions: Positions) -> Positions | None:
         """What attention needs of the positions of a call; None if the layout has them."""

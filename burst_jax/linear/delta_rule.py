@@ -20,10 +20,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
-from burst_jax.linear.exchange import Maps, arriving
+from burst_jax.linear.exchange import arriving, arriving_gradients
 from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
 from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others, with_zone
 from burst_jax.linear.split_documents import arriving as arriving_in_documents
+from burst_jax.linear.split_documents import arriving_gradients as gradients_in_documents
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.device import Target, current_target
 from pallas_kernels.linear.backend import Implementation, Inputs
@@ -184,13 +185,28 @@ class _Rule(NamedTuple):
     implementation: Implementation
 
     def arriving(
-        self, maps: Maps, of_split: SplitRuns | None, *, reverse: bool = False
-    ) -> jax.Array:
-        """What arrives at each of this device's runs."""
+        self, rows: jax.Array, of_split: SplitRuns | None, prepared: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The states that arrive at each of this device's runs, and what is kept of the maps."""
         if isinstance(self.runs, DocumentRuns):
             assert of_split is not None
-            return arriving_in_documents(self.runs, of_split, maps, reverse=reverse)
-        return arriving(self.runs, maps, reverse=reverse)
+            states, kept = arriving_in_documents(self.runs, of_split, rows)
+            return states.mT, kept, prepared
+        name = self.implementation.meanwhile
+        deferred = None if name is None else getattr(prepared, name)
+        states, kept, deferred = arriving(self.runs, rows, deferred)
+        if name is not None:
+            prepared = prepared._replace(**{name: deferred})
+        return states.mT, kept, prepared
+
+    def arriving_gradients(
+        self, kept: jax.Array, own: jax.Array, of_split: SplitRuns | None
+    ) -> jax.Array:
+        """Those of the runs' last states, from later runs."""
+        if isinstance(self.runs, DocumentRuns):
+            assert of_split is not None
+            return gradients_in_documents(self.runs, of_split, kept, own.mT).mT
+        return arriving_gradients(self.runs, kept, own.mT).mT
 
 
 class _Residuals(NamedTuple):
@@ -200,7 +216,7 @@ class _Residuals(NamedTuple):
       inputs: of the forward pass.
       kept: what the implementation keeps of it.
       start: the state before each run.
-      m: of each run's map; None without an exchange.
+      m: what the exchange keeps of the maps' M; None without an exchange.
       of_split: the tables of the runs, of split documents.
     """
 
@@ -223,11 +239,14 @@ def _forward(
     rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
 ) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     runs, scale, implementation = rule
-    prepared, m = implementation.prepare(inputs), None
+    m = None
     if isinstance(runs, DocumentRuns) or runs.total > 1:
-        m, ends = implementation.affine(inputs, prepared, start)
-        start = start + rule.arriving(Maps(m, ends), of_split)
+        prepared, rows = implementation.mapped(inputs, start)
+        states, m, prepared = rule.arriving(rows, of_split, prepared)
+        start = start + states
         m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
+    else:
+        prepared = implementation.prepare(inputs)
     o, last, kept = implementation.forward(inputs, prepared, start, scale)
     o = checkpoint_name(o, CHECKPOINT_NAMES[0])
     kept = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[2]), kept)
@@ -245,8 +264,7 @@ def _backward(
     prepared = implementation.restore(inputs, kept)
     if m is not None:
         own = implementation.first_gradient(inputs, prepared, do, last, scale)
-        maps = Maps(m.swapaxes(-1, -2), own)
-        last = last + rule.arriving(maps, of_split, reverse=True)
+        last = last + rule.arriving_gradients(m, own, of_split)
     made = implementation.backward(inputs, prepared, start, do, last, scale)
     *gradients, first = made
     arrays = [x.astype(y.dtype) for x, y in zip(gradients, inputs[:5], strict=True)]

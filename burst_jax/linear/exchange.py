@@ -3,11 +3,24 @@
 A run maps the state before it to that after it: ``S' = M S + U``. Maps compose: ``(M1, U1)`` after
 ``(M0, U0)`` is ``(M1 M0, M1 U0 + U1)``, so that no device waits for another one's scan. Gradients
 of states go through the same maps from the last run to the first, with M transposed.
+
+States are transposed here, ``[Hv, H]``, as kernels have them. A map is then ``S -> S M + U``, and
+its rows are those of U and below them those of M, ``[Hv + H, H]``: one array to send.
+
+Devices exchange maps in one of three ways (:meth:`burst_jax.linear.runs.DeviceRuns.exchange`):
+
+- "gather": every device gathers all maps, in one collective, and composes those before its runs.
+- "heads": each device receives the maps of all runs for a part of the heads, composes them, and
+  sends the states back: two all-to-alls. M remains there for the gradients.
+- "steps": a parallel prefix over the devices, by permutes.
+
+Letters: B sequences, N heads, n devices.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,61 +31,176 @@ from burst_jax.linear.runs import DeviceRuns
 
 
 class Maps(NamedTuple):
-    """``S -> M S + U``.
+    """``S -> S M + U`` of transposed states.
 
     Attributes:
       m: float32 ``[..., H, H]``.
-      u: float32 ``[..., H, Hv]``.
+      u: float32 ``[..., Hv, H]``.
     """
 
     m: jax.Array
     u: jax.Array
 
+    @classmethod
+    def of_rows(cls, rows: jax.Array) -> Maps:
+        """From the rows of both, ``[..., Hv + H, H]``."""
+        values = rows.shape[-2] - rows.shape[-1]
+        return cls(rows[..., values:, :], rows[..., :values, :])
+
     def after(self, before: Maps) -> Maps:
         """This map applied to the results of another one."""
-        return Maps(_product(self.m, before.m), self(before.u))
+        return Maps(_product(before.m, self.m), self(before.u))
 
     def __call__(self, state: jax.Array) -> jax.Array:
         """The state after."""
-        return _product(self.m, state) + self.u
+        return _product(state, self.m) + self.u
 
 
-def _product(m: jax.Array, state: jax.Array) -> jax.Array:
+def _product(state: jax.Array, m: jax.Array) -> jax.Array:
     # In full precision: on GPUs the default rounds float32 to 10 bits.
-    return jnp.matmul(m, state, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(state, m, precision=lax.Precision.HIGHEST)
 
 
-def arriving(runs: DeviceRuns, maps: Maps, *, reverse: bool = False) -> jax.Array:
+def arriving(
+    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """What arrives at each of this device's runs: all maps before it, applied to zeros in order.
 
     Args:
       runs: of all devices.
-      maps: of this device's runs, ``[B * count, N, ...]``.
-      reverse: whether maps lead from later runs to earlier ones.
+      rows: of the maps of this device's runs, float32 ``[B * count, N, Hv + H, H]``.
+      meanwhile: an array that is computed while maps are sent.
 
     Returns:
-      float32 ``[B * count, N, H, Hv]``.
+      The states, transposed, ``[B * count, N, Hv, H]``; what :func:`arriving_gradients` needs of M,
+      as many numbers as this device's M have; and ``meanwhile``.
     """
-    own = Maps(*map(runs.per_run, maps))
-    found = (_gathered if runs.gathers else _by_steps)(runs, own, reverse)
-    return runs.in_batch(found)
+    own, values = _by_run(runs, rows), rows.shape[2] - rows.shape[3]
+    kept = Maps.of_rows(rows).m
+    match runs.exchange(rows.shape[1]):
+        case "heads":
+            every, meanwhile = _with(_own_heads(runs, own), meanwhile)
+            every = Maps.of_rows(_in_order(runs, every))
+            kept, found = every.m, _all_heads(runs, _states_in_blocks(every))
+        case "gather":
+            # With two runs nothing goes through M.
+            sent = own if runs.total > 2 else own[..., :values, :]
+            every, meanwhile = _with(lax.all_gather(sent, runs.axes), meanwhile)
+            maps = Maps.of_rows(every) if runs.total > 2 else Maps(every, every)
+            found = _here(runs, _states_before(runs, maps))
+        case _:
+            found = _by_steps(runs, Maps.of_rows(own), False)
+    return _merged(found), kept, meanwhile
 
 
-def _gathered(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
-    """Every device gathers all maps and applies them one after the other."""
-    every = own
-    if runs.size > 1:
-        every = Maps(*lax.all_gather(tuple(own), runs.axes))
+def arriving_gradients(runs: DeviceRuns, kept: jax.Array, own: jax.Array) -> jax.Array:
+    """The same of gradients of states, from the last run to the first.
+
+    Args:
+      runs: of all devices.
+      kept: from :func:`arriving`.
+      own: the gradient of each run's first state from its own tokens, transposed, float32
+        ``[B * count, N, Hv, H]``.
+
+    Returns:
+      The gradients of the runs' last states from later runs, transposed, the same shape.
+    """
+    gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
+    if exchange == "heads":
+        every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
+        return _merged(_all_heads(runs, _states_in_blocks(every, reverse=True)))
+    m = _by_run(runs, kept)
+    if exchange == "steps":
+        return _merged(_by_steps(runs, Maps(m.mT, gradients), True))
+    if runs.total > 2:
+        m, gradients = lax.all_gather((m, gradients), runs.axes)
+        every = Maps(m.mT, gradients)
     else:
-        every = Maps(*(x[None] for x in own))
-    place = np.argsort(np.array(runs.order).ravel())  # Of each run among [devices, count].
-    in_order = [divmod(int(i), runs.count) for i in (place[::-1] if reverse else place)]
-    ordered = [Maps(every.m[at], every.u[at]) for at in in_order]
-    states = [jnp.zeros_like(ordered[0].u), ordered[0].u]
-    for each in ordered[1:-1]:
+        every = Maps(*[lax.all_gather(gradients, runs.axes)] * 2)
+    return _merged(_here(runs, _states_before(runs, every, reverse=True)))
+
+
+def _with(received: jax.Array, meanwhile: jax.Array | None) -> tuple[Any, Any]:
+    """Both, before anything reads the first: XLA would receive it, and then compute the second."""
+    if meanwhile is None:
+        return received, None
+    return lax.optimization_barrier((received, meanwhile))
+
+
+def _by_run(runs: DeviceRuns, x: jax.Array) -> jax.Array:
+    """``[B, count, ...]`` of ``[B * count, ...]``."""
+    return x.reshape(-1, runs.count, *x.shape[1:])
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """Undoes :func:`_by_run`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _own_heads(runs: DeviceRuns, x: jax.Array) -> jax.Array:
+    """``[n, B, count, N / n, ...]`` of all devices, from this one's ``[B, count, N, ...]``.
+
+    Each device has other heads.
+    """
+    parts = x.reshape(*x.shape[:2], runs.size, -1, *x.shape[3:])
+    return lax.all_to_all(jnp.moveaxis(parts, 2, 0), runs.axes, 0, 0)
+
+
+def _in_order(runs: DeviceRuns, x: jax.Array) -> jax.Array:
+    """``[total, B, ...]`` of ``[n, B, count, ...]``."""
+    return jnp.stack([x[d, :, c] for d, c in _places(runs)])
+
+
+def _all_heads(runs: DeviceRuns, states: jax.Array) -> jax.Array:
+    """``[B, count, N, ...]`` of this device's runs, from ``[total, B, N / n, ...]``."""
+    by_device = jnp.stack([jnp.stack([states[i] for i in row], 1) for row in runs.order])
+    found = jnp.moveaxis(lax.all_to_all(by_device, runs.axes, 0, 0), 0, 2)
+    return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+
+
+def _states_in_blocks(every: Maps, *, reverse: bool = False) -> jax.Array:
+    """What arrives at each run, ``[total, ...]``, from all maps in order.
+
+    First within all blocks of runs at once, then from block to block: of 16 runs 3 + 3 products
+    follow each other, and not 14.
+    """
+    total = len(every.u)
+    size = min((i for i in range(1, total + 1) if total % i == 0), key=lambda i: i + total // i)
+    blocks = Maps(*(x.reshape(-1, size, *x.shape[1:]) for x in every))
+    turn = slice(None, None, -1 if reverse else 1)
+    whole, *others = [Maps(*(x[:, i] for x in blocks)) for i in range(size)[turn]]
+    composed = [whole]
+    for each in others:
+        whole = each.after(whole)
+        composed.append(whole)
+    first, *others = [Maps(*(x[i] for x in whole)) for i in range(total // size)[turn]]
+    starts = [jnp.zeros_like(first.u), first.u]
+    for each in others[:-1]:
+        starts.append(each(starts[-1]))
+    start = jnp.stack(starts[turn])
+    found = [start, *(each(start) for each in composed[:-1])]
+    return jnp.stack(found[turn], 1).reshape(every.u.shape)
+
+
+def _here(runs: DeviceRuns, states: Sequence[jax.Array]) -> jax.Array:
+    """``[B, count, ...]`` of this device's runs, from those of all runs."""
+    return jnp.stack(states, 1)[:, runs.here()]
+
+
+def _places(runs: DeviceRuns) -> list[tuple[int, int]]:
+    """Device and index on it of each run of a sequence, in order."""
+    places = {i: (d, c) for d, row in enumerate(runs.order) for c, i in enumerate(row)}
+    return [places[i] for i in range(runs.total)]
+
+
+def _states_before(runs: DeviceRuns, every: Maps, *, reverse: bool = False) -> list[jax.Array]:
+    """What arrives at each run of a sequence, from the maps ``[n, B, count, ...]`` of all."""
+    maps = [Maps(*(x[d, :, c] for x in every)) for d, c in _places(runs)]
+    maps = maps[::-1] if reverse else maps
+    states = [jnp.zeros_like(maps[0].u), maps[0].u]
+    for each in maps[1:-1]:
         states.append(each(states[-1]))
-    here = runs.here()
-    return jnp.stack(states)[runs.total - 1 - here if reverse else here]
+    return states[::-1] if reverse else states
 
 
 def _by_steps(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
@@ -88,7 +216,7 @@ def _by_steps(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
         first, *_, last = (row[column] for row in runs.order)
         up = (first < last) != reverse
         place = runs.device() if up else runs.size - 1 - runs.device()
-        whole = _prefix(runs, Maps(own.m[column], own.u[column]), place, up)
+        whole = _prefix(runs, Maps(own.m[:, column], own.u[:, column]), place, up)
         before = _received(runs, whole, 1, up)  # Zeros where there is none.
         found[column] = before.u
         if state is not None:
@@ -96,7 +224,7 @@ def _by_steps(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:
         if len(found) < runs.count:
             after = whole.u if state is None else whole(state)
             state = lax.psum(jnp.where(place == runs.size - 1, after, 0), runs.axes)
-    return jnp.stack([found[column] for column in columns])
+    return jnp.stack([found[column] for column in columns], 1)
 
 
 def _prefix(runs: DeviceRuns, maps: Maps, place: jax.Array, up: bool) -> Maps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,12 @@ from jax import lax
 
 from burst_jax.layouts.layout import Layout
 
-# Up to this number of devices, all maps are gathered.
-GATHERED = 8
+# From this number of devices on maps are exchanged by heads, if the devices divide these. Up to the
+# second number all maps are gathered, beyond it they are composed in log2(n) + 1 steps.
+BY_HEADS, GATHERED = 4, 8
+
+# How devices exchange the maps of runs (:mod:`burst_jax.linear.exchange`).
+Exchange = Literal["heads", "gather", "steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +30,28 @@ class DeviceRuns:
         device   0      1      2      3
         order    0, 7   1, 6   2, 5   3, 4
 
+    By heads a device receives (n - 1) / n of its own maps' bytes and of its states', which does not
+    grow with n, in two collectives; by a gather n - 1 times its own maps, in one; in steps
+    log2(n) + 1 times, one after the other.
+
     Attributes:
       axes: the mesh axes, outermost first; none for one device without a ``shard_map``.
       order: for each device the indices of its runs among all runs of a sequence, ascending. The
         devices' first runs lead up the devices or down, their second ones the other way, and so on.
-      gathers: whether all maps are gathered, in one step. Beyond :data:`GATHERED` devices
-        log2(n) + 1 permutes send fewer bytes: 128 KiB a head and run for head dim 128, times n - 1
-        or log2(n) + 1.
+      by_heads: whether maps are exchanged by heads, if the devices divide these.
+      gathers: whether all maps are gathered otherwise.
     """
 
     axes: tuple[str, ...]
     order: tuple[tuple[int, ...], ...]
+    by_heads: bool = False
     gathers: bool = True
+
+    def exchange(self, heads: int) -> Exchange:
+        """How the devices exchange the maps of so many heads."""
+        if self.by_heads and heads % self.size == 0:
+            return "heads"
+        return "gather" if self.gathers else "steps"
 
     @property
     def size(self) -> int:
@@ -139,4 +154,5 @@ def device_runs(
                 f"layout is {layout!r}: the runs of tokens that {function} supports lead up the "
                 "devices and back down, as in 'zigzag' and 'contiguous'; use one of these"
             )
-    return DeviceRuns(axes, tuple(tuple(int(i) for i in row) for row in order), size <= GATHERED)
+    rows = tuple(tuple(int(i) for i in row) for row in order)
+    return DeviceRuns(axes, rows, size >= BY_HEADS, size <= GATHERED)

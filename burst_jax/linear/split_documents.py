@@ -147,23 +147,47 @@ def are_of_others(run_checksums: jax.Array, segment_ids: jax.Array) -> jax.Array
     return run_checksums[:, 0] != checksums(segment_ids, np.zeros((), np.int32), jnp)
 
 
-def arriving(runs: DocumentRuns, of: SplitRuns, maps: Maps, *, reverse: bool = False) -> jax.Array:
+def arriving(runs: DocumentRuns, of: SplitRuns, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The state that arrives at each of this device's runs, from its document's earlier runs.
 
-    It is that of their maps, composed in the document's order.
+    It is that of their maps, composed in the document's order. States are transposed, as in
+    :mod:`burst_jax.linear.exchange`.
 
     Args:
       runs: of all devices.
       of: their tables.
-      maps: of this device's runs, ``[B * R, N, ...]``.
-      reverse: whether maps lead from later runs to earlier ones.
+      rows: of the maps of this device's runs, float32 ``[B * R, N, Hv + H, H]``.
 
     Returns:
-      float32 ``[B * R, N, H, Hv]``.
+      The states, ``[B * R, N, Hv, H]``, and M of these maps.
     """
-    batch, count = of.shape
-    own = Maps(*(x.reshape(batch, count, *x.shape[1:]) for x in maps))
-    every = Maps(*lax.all_gather(tuple(own), runs.axes))
+    every = lax.all_gather(_by_run(of, rows), runs.axes)
+    return _composed(of, Maps.of_rows(every)), Maps.of_rows(rows).m
+
+
+def arriving_gradients(
+    runs: DocumentRuns, of: SplitRuns, m: jax.Array, own: jax.Array
+) -> jax.Array:
+    """The gradient of each run's last state, from its document's later runs.
+
+    Args:
+      runs: of all devices.
+      of: their tables.
+      m: from :func:`arriving`.
+      own: the gradient of each run's first state from its own tokens, ``[B * R, N, Hv, H]``.
+    """
+    m, own = lax.all_gather((_by_run(of, m), _by_run(of, own)), runs.axes)
+    return _composed(of, Maps(m.mT, own), reverse=True)
+
+
+def _by_run(of: SplitRuns, x: jax.Array) -> jax.Array:
+    """``[B, R, ...]`` of ``[B * R, ...]``."""
+    return x.reshape(*of.shape, *x.shape[1:])
+
+
+def _composed(of: SplitRuns, every: Maps, *, reverse: bool = False) -> jax.Array:
+    """What arrives at this device's runs, from the maps ``[n, B, R, ...]`` of all runs."""
+    count = of.shape[1]
     is_first = of.begin == of.document
     if reverse:
         is_first = jnp.concatenate([is_first[:, 1:], jnp.ones_like(is_first[:, :1])], 1)
@@ -174,7 +198,7 @@ def arriving(runs: DocumentRuns, of: SplitRuns, maps: Maps, *, reverse: bool = F
         pick = jax.vmap(lambda x, i: x[i // count, i % count], (1, 0))
         return Maps(*(pick(x, index) for x in every))(state), state
 
-    nothing = vary(jnp.zeros_like(own.u[:, 0]), varying_axes(every))
+    nothing = vary(jnp.zeros_like(every.u[0, :, 0]), varying_axes(every, of))
     in_order = of.index.T, is_first.T
     _, states = lax.scan(step, nothing, in_order, reverse=reverse)
     found = jax.vmap(lambda x, i: x[i], (1, 0))(states, of.place)

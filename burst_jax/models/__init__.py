@@ -26,5 +26,6 @@ from burst_jax.models.hf.tied import UntiedHead as UntiedHead
 from burst_jax.models.hf.trained_length import BeyondTrainedLength as BeyondTrainedLength
 from burst_jax.models.hf.trained_length import check_trained_length as check_trained_length
 from burst_jax.models.hf.trained_length import trained_length as trained_length
+from burst_jax.models.latent import Latent as Latent
 from burst_jax.models.lora import add_lora as add_lora
 from burst_jax.models.lora import merge_lora as merge_lora

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -17,8 +17,9 @@ from burst_jax.layers.lora import Lora
 from burst_jax.layers.norm import check_qk_norm
 from burst_jax.layers.rope import Rope
 from burst_jax.models.delta_net import DeltaNet, check_config
-from burst_jax.models.experts import Experts, MixtureOfExperts
+from burst_jax.models.experts import DenseMLP, Experts, MixtureOfExperts
 from burst_jax.models.feed_forward import FeedForward, GatedMLP
+from burst_jax.models.latent import Latent, check_latent
 from burst_jax.models.remat import Remat
 
 # Largest number of layers, each of which is listed on the host, and largest other size, int32.
@@ -30,6 +31,31 @@ _BOOLEANS = (
     *("post_norms", "qkv_bias", "out_bias", "mlp_bias", "tie_embeddings", "scale_embeddings"),
     *("attention_gate", "attention_sinks"),
 )
+
+
+class Stack(NamedTuple):
+    """Layers whose weights have the same shapes and are stacked.
+
+    Attributes:
+      mixer: of the layers.
+      dense: whether their feed-forward is a gated MLP in a decoder with experts.
+    """
+
+    mixer: Mixer
+    dense: bool = False
+
+    @property
+    def name(self) -> str:
+        """The attribute of the decoder that has the weights."""
+        name = {"attention": "layers", "delta_net": "delta_net_layers"}[self.mixer]
+        return f"dense_{name}" if self.dense else name
+
+
+# All stacks that a decoder may have, by name.
+STACKS = {
+    stack.name: stack
+    for stack in (Stack(mixer, dense) for dense in (False, True) for mixer in get_args(Mixer))
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +70,23 @@ class LayerKind:
       norms: which RMS norms attention and feed-forward have: "before" of their inputs, "after" of
         their outputs, which are then added to the residual stream (OLMo 2), or "both". None is
         "both" with the decoder's ``post_norms``, else "before".
+      dense: whether the feed-forward is a gated MLP of the decoder's ``dense_dim`` hidden features,
+        in a decoder whose other layers have experts.
 
     Raises:
       ValueError: a window that is not from 1 to 2**31 - 1, a rope that is no Rope, an unknown mixer
-        or norms, or a window or RoPE of linear attention.
+        or norms, a window or RoPE of linear attention, or a dense that is no bool.
     """
 
     window: int | None = None
     rope: Rope | None = None
     mixer: Mixer = "attention"
     norms: Norms | None = None
+    dense: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dense, bool):
+            raise ValueError(f"dense is {shown(self.dense)}: it must be True or False")
         if self.window is not None:
             check_integer("window", self.window, 1, MAX_SIZE)
         if self.mixer not in (known := get_args(Mixer)):
@@ -77,6 +108,11 @@ class LayerKind:
     def local_window_size(self) -> tuple[int, int] | None:
         """The attention's argument of this name."""
         return None if self.window is None else (self.window - 1, 0)
+
+    @property
+    def stack(self) -> Stack:
+        """The layers that its weights are stacked with."""
+        return Stack(self.mixer, self.dense)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +175,20 @@ class DecoderConfig:
         Delta Attention (:class:`burst_jax.models.KimiDelta`): of those whose kind has this mixer,
         or of all layers if ``layer_pattern`` is left out. A decoder without softmax attention keeps
         the defaults of its fields. None is softmax attention alone.
+      dense_dim: number of hidden features of the gated MLP of layers whose kind is ``dense``; None
+        without such layers.
+      latent: sizes of multi-head latent attention (:class:`burst_jax.models.Latent`), which the
+        layers with softmax attention then are, without RoPE; None is ordinary attention.
 
     Raises:
       ValueError: a size that is not from 1 to 2**31 - 1, or 10,000 for layers; sizes that do not
         fit together; a number that is not positive and finite; a bool's field that is none; an
         unknown remat or activation;
         layers of linear attention without its sizes, or sizes without layers; a field of softmax
-        attention without such layers.
-      NotImplementedError: remat "half" with ``delta_net``.
+        attention without such layers; dense layers without ``dense_dim`` or experts, or
+        ``dense_dim`` without such layers; a num_kv_heads other than num_heads with ``latent``.
+      NotImplementedError: remat "half" with ``delta_net``; RoPE, ``qk_norm`` or ``qkv_bias`` with
+        ``latent``.
     """
 
     vocab_size: int = 256
@@ -184,6 +226,8 @@ class DecoderConfig:
     feed_forward: type[FeedForward] = GatedMLP
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    dense_dim: int | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, valid: bool, remedy: str) -> None:
@@ -238,7 +282,9 @@ class DecoderConfig:
             check(name, _is_floating(getattr(self, name)), "use a floating point dtype")
         for name, known in (("remat", get_args(Remat)), ("activation", get_args(Activation))):
             check(name, getattr(self, name) in known, f"use one of {str(known)[1:-1]}")
+        check_latent(self)
         check_config(self)
+        self._check_dense()
         for rope in dict.fromkeys(self.layer_ropes):
             rope.rotated(self.head_dim)
         for mixer in self.mixers:
@@ -257,13 +303,32 @@ class DecoderConfig:
                 "an integer from 1 to num_layers, or None for all; for none use remat='attention'"
             )
 
+    def _check_dense(self) -> None:
+        """Raises ValueError for dense layers that do not fit the other fields."""
+        dense = [kind.dense for kind in self.layer_kinds]
+        if self.dense_dim is not None:
+            check_integer("dense_dim", self.dense_dim, 1, MAX_SIZE)
+        if any(dense) != (self.dense_dim is not None):
+            raise ValueError(
+                f"dense_dim is {self.dense_dim}, and {sum(dense)} of the {self.num_layers} layers "
+                "of layer_pattern are dense: pass dense_dim, the hidden features of such layers, "
+                "with LayerKind(dense=True), or neither"
+            )
+        if any(dense) and (self.experts is None or all(dense)):
+            raise ValueError(
+                f"experts is {self.experts}, and {sum(dense)} of the {self.num_layers} layers of "
+                "layer_pattern are dense: layers are dense next to others with experts; pass "
+                "experts for those, or leave dense out and pass mlp_dim alone"
+            )
+
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, with its RoPE if it has softmax attention.
 
         Norms are None if they are those of ``post_norms``.
         """
-        default = Rope(self.rope_theta) if self.rope is None else self.rope
+        default = Rope(self.rope_theta) if self.latent is None else Rope(fraction=0.0)
+        default = default if self.rope is None else self.rope
         pattern = self.layer_pattern
         if self.delta_net is not None and pattern == DecoderConfig.layer_pattern:
             pattern = (LayerKind(mixer="delta_net"),)
@@ -309,6 +374,16 @@ class DecoderConfig:
         counts = collections.Counter(kind.mixer for kind in self.layer_kinds)
         return {mixer: counts[mixer] for mixer in get_args(Mixer) if counts[mixer]}
 
+    @functools.cached_property
+    def stacks(self) -> dict[Stack, int]:
+        """The stacks of the layers, and the number of layers of each; those with experts first."""
+        counts = collections.Counter(kind.stack for kind in self.layer_kinds)
+        return {stack: counts[stack] for stack in STACKS.values() if counts[stack]}
+
+    def feed_forward_of(self, stack: Stack) -> type[FeedForward]:
+        """The class of a stack's feed-forwards."""
+        return DenseMLP if stack.dense else self.feed_forward
+
     @property
     def local_window_sizes(self) -> tuple[tuple[int, int] | None, ...]:
         """The ``local_window_size`` of the layers, each once, for :func:`make_batch`."""
@@ -328,19 +403,19 @@ class DecoderConfig:
     @property
     def num_matmul_params(self) -> int:
         """Number of weights that multiply each token, including the output projection."""
-        mixers = 0
-        for mixer, layers in self.mixers.items():
-            sizes = self.mixer_sizes(mixer).values()
-            mixers += layers * sum(inputs * outputs for inputs, outputs in sizes)
-        mlp = self.feed_forward.num_matmul_params(self)
-        return mixers + self.num_layers * mlp + self.embed_dim * self.vocab_size
+        total = self.embed_dim * self.vocab_size
+        for stack, layers in self.stacks.items():
+            sizes = self.mixer_sizes(stack.mixer).values()
+            mlp = self.feed_forward_of(stack).num_matmul_params(self)
+            total += layers * (mlp + sum(inputs * outputs for inputs, outputs in sizes))
+        return total
 
     @property
     def adapted(self) -> tuple[str, ...]:
         """The names of the projections with low-rank adapters, in layers that have them."""
         if self.lora is None:
             return ()
-        names = itertools.chain.from_iterable(map(self.projections, self.mixers))
+        names = itertools.chain.from_iterable(map(self.projections, self.stacks))
         return self.lora.among(dict.fromkeys(names))
 
     @property
@@ -349,33 +424,41 @@ class DecoderConfig:
         if self.lora is None:
             return 0
         features = 0
-        for mixer, layers in self.mixers.items():
-            sizes = self.projections(mixer)
+        for stack, layers in self.stacks.items():
+            sizes = self.projections(stack)
             features += layers * sum(sum(sizes[name]) for name in self.adapted if name in sizes)
         return self.lora.rank * features
 
-    def projections(self, mixer: Mixer) -> dict[str, tuple[int, int]]:
-        """``(inputs, outputs)`` of all projections of a layer that may have adapters."""
-        return self.mixer_sizes(mixer) | self.feed_forward.projections(self)
+    def projections(self, stack: Stack) -> dict[str, tuple[int, int]]:
+        """``(inputs, outputs)`` of all projections of a stack's layers that may have adapters."""
+        return self.mixer_sizes(stack.mixer) | self.feed_forward_of(stack).projections(self)
 
     def mixer_sizes(self, mixer: Mixer) -> dict[str, tuple[int, int]]:
         """``(inputs, outputs)`` of the projections of softmax or linear attention."""
         if mixer == "delta_net":
             assert self.delta_net is not None
             return self.delta_net.projections(self.embed_dim)
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        d = self.embed_dim
+        d, heads = self.embed_dim, self.num_heads
+        query, kv = heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {"query": (d, query), "key": (d, kv), "value": (d, kv), "out": (query, d)}
-        return sizes | ({"output_gate": (d, query)} if self.attention_gate else {})
+        if self.latent is not None:
+            sizes = self.latent.projections(d, heads, self.head_dim)
+        gate = {"output_gate": (d, heads * self.value_head_dim)}
+        return sizes | (gate if self.attention_gate else {})
+
+    @property
+    def value_head_dim(self) -> int:
+        """Number of features of a value head of softmax attention, Hv."""
+        return self.head_dim if self.latent is None else self.latent.value_head_dim
 
     def train_flops_per_token(self, length: int) -> float:
         """Floating point operations per token of one forward and backward pass.
 
         Each weight costs 6: a multiplication and an addition forward, twice that backward; frozen
-        weights have no gradient and cost 4. Attention costs ``12 N H keys`` per layer: two products
-        of ``2 N H keys`` forward, twice that backward. ``keys`` is a token's mean number of keys:
-        ``length / 2``, or less with a window. Linear attention costs ``18 N H Hv`` per layer
-        (:class:`burst_jax.models.DeltaNet`). Recomputation does not count.
+        weights have no gradient and cost 4. Attention costs ``6 N (H + Hv) keys`` per layer:
+        products of ``2 N H keys`` and ``2 N Hv keys`` forward, twice that backward. ``keys`` is a
+        token's mean number of keys: ``length / 2``, or less with a window. Linear attention costs
+        ``18 N H Hv`` per layer (:class:`burst_jax.models.DeltaNet`). Recomputation does not count.
 
         Args:
           length: number of tokens in a sequence.
@@ -390,7 +473,7 @@ class DecoderConfig:
                 continue
             seen = length if kind.window is None else min(kind.window, length)
             keys += seen - seen * seen / (2 * length)
-        return weights + 12.0 * self.num_heads * self.head_dim * keys
+        return weights + 6.0 * self.num_heads * (self.head_dim + self.value_head_dim) * keys
 
 
 def _is_floating(dtype: DTypeLike) -> bool:

@@ -28,7 +28,8 @@ from burst_jax.layers.nnx_layer import AttentionFn
 from burst_jax.layers.rope import DynamicRope, rope_table
 from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.models.config import DecoderConfig, LayerKind, Mixer
+from burst_jax.models.config import DecoderConfig, LayerKind
+from burst_jax.models.config import Stack as StackOfLayers
 from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.decoder_options import (
     check_expert_axis,
@@ -48,7 +49,6 @@ from burst_jax.models.shardings import (
     reject_sharded,
 )
 from burst_jax.models.stack import Stacked, run_ahead, run_layers
-from burst_jax.models.weights import STACKS
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import (
     axes_size,
@@ -69,7 +69,8 @@ class Decoder(nnx.Module):
     applies it to one chunk of tokens at a time.
 
     ``layers`` has the stacked weights of the layers with softmax attention, ``delta_net_layers``
-    those of the layers with linear attention, each in the order of the layers.
+    those of the layers with linear attention, each in the order of the layers. Dense layers in a
+    decoder with experts are in ``dense_layers`` and ``dense_delta_net_layers``.
 
     Args:
       config: sizes and dtypes.
@@ -93,6 +94,8 @@ class Decoder(nnx.Module):
 
     layers: DecoderLayer
     delta_net_layers: DecoderLayer
+    dense_layers: DecoderLayer
+    dense_delta_net_layers: DecoderLayer
 
     def __init__(
         self,
@@ -127,15 +130,15 @@ class Decoder(nnx.Module):
             )
         )
 
-        def layer(rngs: nnx.Rngs, mixer: Mixer) -> DecoderLayer:
-            layer = DecoderLayer(config, mixer, rngs=rngs, **options)
+        def layer(rngs: nnx.Rngs, kind: StackOfLayers) -> DecoderLayer:
+            layer = DecoderLayer(config, kind, rngs=rngs, **options)
             if rules is not None and rules.expert is not None:
                 layer.mlp.expert_axis = rules.expert
             return layer
 
-        for mixer, count in config.mixers.items():
-            stack = nnx.vmap(partial(layer, mixer=mixer), in_axes=0, out_axes=0)
-            setattr(self, STACKS[mixer], nnx.split_rngs(splits=count)(stack)(rngs))
+        for kind, count in config.stacks.items():
+            stack = nnx.vmap(partial(layer, kind=kind), in_axes=0, out_axes=0)
+            setattr(self, kind.name, nnx.split_rngs(splits=count)(stack)(rngs))
         self.final_norm = norm_of(config)
         self.head = (
             None
@@ -212,8 +215,8 @@ class Decoder(nnx.Module):
                 "no token reads a later one: leave it out"
             )
         shardings.check_inputs(tokens, positions, segment_ids, prefix_lengths)
-        for mixer in self.config.mixers:
-            check_stacked(STACKS[mixer], weights[STACKS[mixer]], shardings)
+        for stack in self.config.stacks:
+            check_stacked(stack.name, weights[stack.name], shardings)
         positions_in = jnp.asarray(as_int32("positions", positions))
         if prefix_lengths is not None:
             prefix_lengths = jnp.asarray(as_int32("prefix_lengths", prefix_lengths))
@@ -329,7 +332,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embed_dim**0.5, config.dtype)
         # With LoRA only the adapters are trained.
         trained = nnx.Param if config.lora is None else nnx.LoRAParam
-        stacks = [STACKS[mixer] for mixer in config.mixers]
+        stacks = [stack.name for stack in config.stacks]
         split = {name: nnx.split(getattr(self, name), trained, ...) for name in stacks}
         graphdefs = {name: parts[0] for name, parts in split.items()}
         stacked, frozen = ({name: parts[i] for name, parts in split.items()} for i in (1, 2))
@@ -360,7 +363,7 @@ class Decoder(nnx.Module):
             )[stack]  # fmt: skip
 
         def layer_of(kind: LayerKind, remat: Remat) -> Stacked:
-            stack = STACKS[kind.mixer]
+            stack = kind.stack.name
 
             def layer(
                 x: jax.Array,

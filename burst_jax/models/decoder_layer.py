@@ -12,12 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.layers.gated_delta_net import GatedDeltaNet
+from burst_jax.layers.latent_attention import LatentAttention
 from burst_jax.layers.lora import init_adapters
 from burst_jax.layers.nnx_layer import AttentionFn, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.rope import RopeTable
 from burst_jax.layouts.tables import DocumentTables
-from burst_jax.models.config import DecoderConfig, Mixer, Norms
+from burst_jax.models.config import DecoderConfig, Norms, Stack
 from burst_jax.models.delta_net import OPTIONS
 from burst_jax.models.remat import (
     ATTENTION_SUM,
@@ -34,13 +35,14 @@ DeltaNetFn = Callable[[GatedDeltaNet, jax.Array, jax.Array | None], tuple[jax.Ar
 class DecoderLayer(nnx.Module):
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    With the mixer "delta_net" attention is a :class:`burst_jax.GatedDeltaNet`. With the norms
+    With the mixer "delta_net" attention is a :class:`burst_jax.GatedDeltaNet`, and with
+    ``config.latent`` softmax attention a :class:`burst_jax.LatentAttention`. With the norms
     "both" of its kind it is ``x += norm(attention(norm(x))); x += norm(mlp(norm(x)))``, with
     "after" ``x += norm(attention(x)); x += norm(mlp(x))``.
 
     Args:
       config: sizes and dtypes.
-      mixer: of the layer's kind (:class:`burst_jax.models.LayerKind`).
+      stack: of the layer's kind (:class:`burst_jax.models.LayerKind`).
       rngs: random numbers for the initializers (stream "params").
       **options: attention options, see :class:`burst_jax.models.Decoder`.
     """
@@ -48,7 +50,7 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        mixer: Mixer,
+        stack: Stack,
         *,
         rngs: nnx.Rngs,
         **options: Unpack[AttentionOptions],
@@ -57,22 +59,24 @@ class DecoderLayer(nnx.Module):
         out_init = nnx.initializers.variance_scaling(
             1 / (2 * config.num_layers), "fan_in", "truncated_normal"
         )
-        norms = config.norms_of(mixer)
+        norms = config.norms_of(stack.mixer)
 
         def norm(*places: Norms) -> RMSNorm | None:
             return norm_of(config) if norms in places else None
 
         self.attention_norm = norm("before", "both")
-        make_mixer = _delta_net if mixer == "delta_net" else _attention
+        of_softmax = _attention if config.latent is None else _latent_attention
+        make_mixer = _delta_net if stack.mixer == "delta_net" else of_softmax
         self.attention: Any = make_mixer(config, out_init, rngs, options)
         self.post_attention_norm = norm("after", "both")
         self.mlp_norm = norm("before", "both")
-        self.mlp: Any = config.feed_forward(
+        self.mlp: Any = config.feed_forward_of(stack)(
             config, out_init=out_init, hidden_axis=options.get("tensor_axis"), rngs=rngs
         )
         self.post_mlp_norm = norm("after", "both")
         if config.lora is not None:
-            of_attention, of_layer = config.mixer_sizes(mixer), config.projections(mixer)
+            of_attention = config.mixer_sizes(stack.mixer)
+            of_layer = config.projections(stack)
             adapted = [
                 getattr(self.attention if name in of_attention else self.mlp, name)
                 for name in config.adapted
@@ -171,6 +175,34 @@ def _attention(
         output_gate=config.attention_gate,
         norm_epsilon=config.norm_epsilon,
         norm_offset=config.norm_offset,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        out_kernel_init=out_init,
+        rngs=rngs,
+        logits_soft_cap=config.logits_soft_cap,
+        is_causal=True,
+        **options,
+    )
+
+
+def _latent_attention(
+    config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
+) -> LatentAttention:
+    """Latent attention with the decoder's options."""
+    assert config.latent is not None
+    if config.attention_scale is not None:
+        options["scale"] = config.attention_scale
+    return LatentAttention(
+        config.embed_dim,
+        config.num_heads,
+        head_dim=config.head_dim,
+        value_head_dim=config.latent.value_head_dim,
+        latent_dim=config.latent.dim,
+        shared_dim=config.latent.shared_dim,
+        latent_epsilon=config.latent.norm_epsilon,
+        output_gate=config.attention_gate,
+        sinks=config.attention_sinks,
+        out_bias=config.out_bias,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         out_kernel_init=out_init,

@@ -63,7 +63,8 @@ class DeltaNet:
         positive; a negative_eigenvalues that is no bool.
     """
 
-    # The layer's class, and the logical axes of its weights by their paths.
+    # The layer's name and class, and the logical axes of its weights by their paths.
+    title: ClassVar[str] = "Gated DeltaNet"
     layer: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
     weight_axes: ClassVar[dict[tuple[str, ...], LogicalAxes]] = _WEIGHT_AXES
 
@@ -113,6 +114,7 @@ class KimiDelta(DeltaNet):
     :class:`burst_jax.models.DeltaNet`.
     """
 
+    title: ClassVar[str] = "Kimi Delta Attention"
     layer: ClassVar[type[GatedDeltaNet]] = KimiDeltaAttention
     weight_axes: ClassVar[dict[tuple[str, ...], LogicalAxes]] = _KIMI_WEIGHT_AXES
 

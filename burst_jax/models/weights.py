@@ -9,16 +9,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from burst_jax.layers.lora import LORA_A, LORA_B
-from burst_jax.models.config import DecoderConfig, Mixer
+from burst_jax.models.config import STACKS, DecoderConfig
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.rules import LogicalAxes, ShardingRules, check_divides
 
-# The stack of the layers with each mixer, by its name in the decoder.
-STACKS: dict[Mixer, str] = {"attention": "layers", "delta_net": "delta_net_layers"}
 # Logical axes by the last two names of a weight's path. Weights of a stack have a leading dimension
 # "layers". Norms are replicated, and so are biases that are added after a sum
 # over devices. Those of the feed-forward are its class's, FeedForward.weight_axes, those of Gated
-# DeltaNet its own.
+# DeltaNet its own; latent attention replaces some.
 _WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = {
     ("query", "kernel"): ("embed", "heads", None),
     ("key", "kernel"): ("embed", "kv_heads", None),
@@ -53,25 +51,29 @@ def logical_axes(path: tuple[Any, ...], config: DecoderConfig) -> LogicalAxes:
     names = _names(path)
     if names == ("embedding",):
         return "vocab", "embed"
-    table, key = _WEIGHT_AXES, names[-2:]
-    is_stacked = names[0] in STACKS.values()
-    if is_mlp := is_stacked and names[1] == "mlp":
-        table, key = config.feed_forward.weight_axes, names[2:]
-    if names[:2] == (STACKS["delta_net"], "attention") and config.delta_net is not None:
-        table, key = config.delta_net.weight_axes, names[2:]
+    table, key, stack = _WEIGHT_AXES, names[-2:], STACKS.get(names[0])
+    feed_forward = None
+    if stack is not None and names[1] == "mlp":
+        feed_forward = config.feed_forward_of(stack)
+        table, key = feed_forward.weight_axes, names[2:]
+    elif stack is not None and names[1] == "attention":
+        if stack.mixer == "attention" and config.latent is not None:
+            table = _WEIGHT_AXES | config.latent.weight_axes
+        elif stack.mixer == "delta_net" and config.delta_net is not None:
+            table, key = config.delta_net.weight_axes, names[2:]
     adapter = names[-1] in (LORA_A, LORA_B)
     axes = table.get((*key[:-1], "kernel") if adapter else key)
     if axes is None:
         where = "a decoder has no such weight"
-        if is_mlp:
-            name = config.feed_forward.__name__
+        if feed_forward is not None:
+            name = feed_forward.__name__
             where = f"add {key} to {name}.weight_axes, with the logical name of each dimension"
         raise ValueError(f"weight {jax.tree_util.keystr(path)} has no logical axes: {where}")
     if adapter:
         # Heads and head features are one dimension, sharded as the heads; the rank is not sharded.
         outputs = axes[-1] if key[0] == "out" else axes[1]
         axes = (axes[0], None) if names[-1] == LORA_A else (None, outputs)
-    return ("layers", *axes) if is_stacked else axes
+    return axes if stack is None else ("layers", *axes)
 
 
 def weight_specs(

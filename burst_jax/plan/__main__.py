@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 
 from burst_jax.array_files import map_array
-from burst_jax.command_line import Parser, check_output, file, integer, number
+from burst_jax.command_line import Parser, check_output, file, in_flags, integer, number
 from burst_jax.errors import printable, shown
 from burst_jax.json_files import MAX_INDEX_BYTES, parse, read_bounded
 from burst_jax.models import DecoderConfig, check_trained_length, load_config
@@ -154,7 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
                     moment_dtype=args.moment_dtype or "float32",
                 )  # fmt: skip
     except (ValueError, NotImplementedError, OSError) as error:
-        parser.error(str(error))
+        of_plan = options.of_attention if args.model is None else options.of_training
+        # A single word, like length, may mean something else; is_causal is the opposite of --full.
+        names = [x for x in of_plan if "_" in x.dest and x.dest != "is_causal"]
+        flags = {"local_window_size": "--window", "gpus_per_host": "--gpus-per-host"}
+        flags |= {x.dest: x.option_strings[0] for x in names}
+        parser.error(in_flags(error, **flags))
     text = json.dumps(found.record(), indent=1, allow_nan=False)
     if args.json == Path("-"):
         print(text)

@@ -1,4 +1,4 @@
-"""Costs of one Gated DeltaNet layer on a cluster: kernels, exchanged states, saved bytes.
+"""Costs of one linear-attention layer on a cluster: kernels, exchanged states, saved bytes.
 
 A device scans its tokens in chunks of 64. The chunks of one head follow each other, so a scan takes
 at least the time of a chain of chunks, however few heads there are; with many chains the SMs or
@@ -14,6 +14,16 @@ backward, ms; pallas_kernels/EXPERIMENTS.md)::
     1 x 8,192           0.195 / 0.698
     2 x 16,384          0.583 / 2.431       (what zigzag has of 32,768); on an H100 0.620 / 2.646
 
+With a decay per key channel (Kimi Delta Attention) a parallel kernel, "operands", runs before the
+scans, again in the backward pass. The numbers of an H200 that its rates are fitted to::
+
+    1 x 32,768 tokens   1.726 / 6.242       affine map 0.470, gradient of the first state 0.577
+    kernels             operands 1.063, scan 0.639, states 1.059, gradients 2.762
+    1 x 8,192           0.529 / 1.755       (of a version with 6 % more time forward, like the next)
+    2 x 16,384          1.600 / 6.360
+
+The backward pass of these programs computes the operands again, as that of a training step does.
+
 Affine map and first state's gradient are those of heads that forget slowly; where all decays are
 strong they take 0.061 and 0.072. The numbers for Ampere are estimates: its code takes 1.19 / 3.71
 at 32,768 tokens on an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an
@@ -27,7 +37,7 @@ import math
 from typing import NamedTuple
 
 from burst_jax.layouts.parse import parse_layout
-from burst_jax.linear.runs import GATHERED, DeviceRuns, device_runs
+from burst_jax.linear.runs import DeviceRuns, Exchange, device_runs
 from burst_jax.models.delta_net import DeltaNet, KimiDelta
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.training_strategy import TrainingStrategy
@@ -38,8 +48,9 @@ HEAD_DIM = 128
 # CTAs of a chain: each has half of the state's columns. And SMs of a GPU, by its kernels.
 _CTAS_PER_CHAIN = 2
 _SMS = {"fused": 132, "reordered": 108}
-# Seconds of a collective of few bytes: an exchange of two arrays over two H200 takes 0.13 ms, 0.03
-# of it at the rate of the interconnect (burst_jax/EXPERIMENTS.md).
+# Seconds of a collective of few bytes, and of the products that compose maps: an exchange by one
+# gather takes 0.10 to 0.12 ms over two H200, 0.02 of it at the rate of the interconnect
+# (docs/linear.md). Two all-to-alls, and permutes, were not measured.
 _LATENCY = 50e-6
 # Bytes that the operations around the kernels (convolutions, SiLU, norms, the output's gate) read
 # and write per feature of the convolutions and of the gated output, forward, and backward with
@@ -65,30 +76,38 @@ class Rates(NamedTuple):
     """The kernels of a GPU family.
 
     Attributes:
-      forward: of a run from a known state.
-      backward: all gradients.
+      forward: of a run from a known state, one after the other.
+      backward: the same of all gradients.
       affine: the map of a run.
       first_gradient: the gradient of the first state alone.
       fixed: seconds of each pass: launches, prologues.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
     affine: Pass
     first_gradient: Pass
     fixed: float = 20e-6
 
 
-# By the kernels of a ``burst_jax.plan.Gpu``.
+_OPERANDS = Pass(0.0, 1.014e-9, 1800)
+# By the kernels of a ``burst_jax.plan.Gpu``, and whether there is a decay per key channel.
 RATES = {
-    "fused": Rates(
-        Pass(1.38e-6, 0.538e-9, 1570),
-        Pass(3.65e-6, 1.73e-9, 5000),
+    ("fused", False): Rates(
+        (Pass(1.38e-6, 0.538e-9, 1570),),
+        (Pass(3.65e-6, 1.73e-9, 5000),),
         Pass(0.84e-6, 0.41e-9, 900),
         Pass(1.20e-6, 0.36e-9, 1200),
     ),
-    "reordered": Rates(
-        Pass(3.1e-6, 0.0, 2300), Pass(6.8e-6, 0.0, 5300), Pass(1.5e-6, 0.0, 1100),
+    ("fused", True): Rates(
+        (_OPERANDS, Pass(1.14e-6, 0.36e-9, 1500)),
+        (_OPERANDS, Pass(1.92e-6, 1.15e-9, 2900), Pass(0.0, 2.28e-9, 3500)),
+        Pass(0.76e-6, 0.36e-9, 1500),
+        Pass(0.97e-6, 0.36e-9, 1900),
+        fixed=80e-6,
+    ),
+    ("reordered", False): Rates(
+        (Pass(3.1e-6, 0.0, 2300),), (Pass(6.8e-6, 0.0, 5300),), Pass(1.5e-6, 0.0, 1100),
         Pass(2.2e-6, 0.0, 1400),
     ),
 }  # fmt: skip
@@ -96,7 +115,7 @@ RATES = {
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetSizes:
-    """One device's share of a Gated DeltaNet layer.
+    """One device's share of a linear-attention layer.
 
     Attributes:
       heads: its value heads.
@@ -105,9 +124,9 @@ class DeltaNetSizes:
       value_dim: of values, Hv.
       taps: of the convolutions.
       runs: runs of tokens of a sequence on the device: 2 in zigzag.
-      gathers: whether the devices of a sequence gather all maps.
-      devices: number of these devices.
-      projected: features that the input projections make of a token.
+      devices: number of devices of a sequence.
+      exchange: how these exchange maps.
+      channels: whether there is a decay per key channel.
     """
 
     heads: int
@@ -116,9 +135,9 @@ class DeltaNetSizes:
     value_dim: int
     taps: int
     runs: int
-    gathers: bool
     devices: int
-    projected: int
+    exchange: Exchange
+    channels: bool = False
 
     @classmethod
     def of(cls, sizes: DeltaNet, strategy: TrainingStrategy) -> DeltaNetSizes:
@@ -126,18 +145,14 @@ class DeltaNetSizes:
 
         Raises:
           ValueError: the tensor axis does not divide the heads.
-          NotImplementedError: head dims without kernels, or Kimi Delta Attention.
+          NotImplementedError: head dims without kernels.
         """
         tensor = strategy.tensor
-        if isinstance(sizes, KimiDelta):
-            raise NotImplementedError(
-                f"delta_net is {sizes}: the planner has rates of Gated DeltaNet, none of Kimi "
-                "Delta Attention"
-            )
         if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
             raise NotImplementedError(
-                f"delta_net has head dims {(sizes.head_dim, sizes.value_head_dim)}: the planner "
-                f"has rates of the kernels' {(HEAD_DIM, HEAD_DIM)} alone, none of XLA's path"
+                f"delta_net has head_dim {sizes.head_dim} and value_head_dim "
+                f"{sizes.value_head_dim}: the planner has rates of the kernels' {HEAD_DIM} alone, "
+                "none of XLA's path"
             )
         for name, count in (("heads", sizes.num_heads), ("key heads", sizes.num_key_heads)):
             if count % tensor:
@@ -154,9 +169,9 @@ class DeltaNetSizes:
             value_dim=sizes.value_head_dim,
             taps=sizes.conv_taps,
             runs=runs.count,
-            gathers=strategy.seq <= GATHERED,
             devices=strategy.seq,
-            projected=2 * key_heads * sizes.head_dim + heads * (2 * sizes.value_head_dim + 2),
+            exchange=runs.exchange(heads),
+            channels=isinstance(sizes, KimiDelta),
         )
 
     @property
@@ -174,19 +189,24 @@ class DeltaNetSizes:
         """Bytes of a run's affine map (M, U) of all heads, float32."""
         return 4 * self.heads * self.head_dim * (self.head_dim + self.value_dim)
 
-    def exchanged_bytes(self, rows: int) -> int:
-        """Bytes that a device receives of maps, in one direction (docs/linear.md).
+    def exchanged_bytes(self, rows: int, *, backward: bool = False) -> int:
+        """Bytes that a device receives of maps and states, in one direction (docs/linear.md).
 
-        All-gathered over up to 8 devices; else ``ceil(log2 n) + 1`` permutes, and with two runs an
-        all-reduce of the state between the first runs and the second ones.
+        By heads in two all-to-alls, of maps and states, or of gradients and gradients; all-gathered
+        over up to 8 devices; else in ``ceil(log2 n) + 1`` permutes, and with two runs an all-reduce
+        of the state between the first runs and the second ones.
         """
         n, own = self.devices, rows * self.runs * self.map_bytes
         if n == 1:
             return 0
-        if self.gathers:
-            return (n - 1) * own
-        steps = math.ceil(math.log2(n)) + 1
         state = 4 * rows * self.heads * self.head_dim * self.value_dim
+        states = self.runs * state
+        match self.exchange:
+            case "heads":
+                return (n - 1) * ((states if backward else own) + states) // n
+            case "gather":
+                return (n - 1) * (own if n * self.runs > 2 else states)
+        steps = math.ceil(math.log2(n)) + 1
         return steps * own + (2 * (n - 1) * state // n if self.runs > 1 else 0)
 
     def halo_bytes(self, rows: int, itemsize: int) -> int:
@@ -197,8 +217,11 @@ class DeltaNetSizes:
     def kept_bytes(self, kernels: str) -> int:
         """Bytes that a layer keeps per token: out in bfloat16, and what the kernels keep of chunks.
 
-        These are the inverses, on Ampere also the scores, 64 numbers a token, and five float32.
+        These are the inverses, on Ampere also the scores, 64 numbers a token, and five float32;
+        with a decay per key channel nothing.
         """
+        if self.channels:
+            return self.heads * 2 * self.value_dim
         matrices = 1 if kernels == "fused" else 2
         return self.heads * (2 * self.value_dim + 2 * CHUNK * matrices + 4 * 5)
 
@@ -250,34 +273,43 @@ def estimate(
       strategy: of the step.
       tokens: of all of the device's sequences.
       rows: number of these sequences.
+
+    Raises:
+      NotImplementedError: a decay per key channel on GPUs that have no kernels for it.
     """
     gpu = cluster.gpu
-    rates, bandwidth = RATES[gpu.kernels], 1e9 * gpu.bandwidth
+    if (gpu.kernels, sizes.channels) not in RATES:
+        raise NotImplementedError(
+            f"gpu is {gpu.name}, and delta_net is a KimiDelta: the planner has rates of Hopper's "
+            "kernels alone, none of XLA's path, which other GPUs take; plan for an H100 or H200"
+        )
+    rates, bandwidth = RATES[gpu.kernels, sizes.channels], 1e9 * gpu.bandwidth
     chunks = -(-tokens // (rows * sizes.runs * CHUNK))
     ctas = _CTAS_PER_CHAIN * rows * sizes.runs * sizes.heads
     waves = -(-ctas // _SMS[gpu.kernels])
 
-    def seconds(work: Pass) -> float:
-        each = max(work.token, work.bytes / bandwidth)
-        return rates.fixed + max(chunks * waves * work.chunk, tokens * sizes.heads * each)
+    def seconds(*passes: Pass) -> float:
+        each = ((x.chunk, max(x.token, x.bytes / bandwidth)) for x in passes)
+        times = (max(chunks * waves * a, tokens * sizes.heads * b) for a, b in each)
+        return rates.fixed + sum(times)
 
     features = tokens * (sizes.convolved + 2 * sizes.out)
     around = {name: features * count / bandwidth for name, count in _AROUND.items()}
-    forward = seconds(rates.forward) + around["forward"]
-    backward = seconds(rates.backward) + around["backward"]
-    maps, halo = sizes.exchanged_bytes(rows), sizes.halo_bytes(rows, itemsize=2)
+    forward = seconds(*rates.forward) + around["forward"]
+    backward = seconds(*rates.backward) + around["backward"]
+    halo, hosts = sizes.halo_bytes(rows, itemsize=2), 1
+    received = sizes.exchanged_bytes(rows) + halo
+    received_back = sizes.exchanged_bytes(rows, backward=True) + halo
     if sizes.devices > 1:
         hosts = -(-sizes.devices * strategy.tensor // cluster.gpus)
         rate = 1e9 * cluster.exchange_link
         if hosts > 1:
             rate = min(rate, 1e9 * cluster.host_link)
-        # M and U are two arrays; the convolutions' permutes do not wait for each other.
-        steps = 2 if sizes.gathers else 2 * (math.ceil(math.log2(sizes.devices)) + 1)
-        sent = (maps + halo) / rate + (steps + 1) * _LATENCY
-        forward += seconds(rates.affine) + sent
-        backward += seconds(rates.first_gradient) + sent
-    else:
-        hosts = 1
-    received = maps + halo
-    host_bytes = 2 * received if hosts > 1 else 0
-    return DeltaNetEstimate(forward, backward, received, received, host_bytes)
+        # M and U are two arrays of permutes; the convolutions' permutes do not wait for each other.
+        steps = 2 * (math.ceil(math.log2(sizes.devices)) + 1)
+        steps = {"gather": 2, "heads": 3}.get(sizes.exchange, steps)
+        latency = (steps + 1) * _LATENCY
+        forward += seconds(rates.affine) + received / rate + latency
+        backward += seconds(rates.first_gradient) + received_back / rate + latency
+    host_bytes = received + received_back if hosts > 1 else 0
+    return DeltaNetEstimate(forward, backward, received, received_back, host_bytes)

@@ -15,7 +15,7 @@ from burst_jax.models.config import DecoderConfig, Mixer, Norms
 from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.experts.exchange import round_sizes, slots
 from burst_jax.models.feed_forward import GatedMLP
-from burst_jax.models.weights import STACKS, logical_axes, name_of, weight_specs
+from burst_jax.models.weights import logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import flat_names
 from burst_jax.plan.delta_net import DeltaNetSizes
 from burst_jax.plan.training_strategy import TrainingStrategy
@@ -45,10 +45,12 @@ class DeviceSizes:
       rows: number of these sequences.
       width: features of the residual stream.
       query: features of the device's query heads together.
-      kv: features of its key heads together, and of its value heads.
+      attended: features of attention's output, of all of the device's heads.
+      kv: features of its key and value heads together.
       gate: features of the output gate of attention; 0 without one.
       attended_kv: the same during attention, per token of the device: more than ``kv`` if Ulysses
         replicates key heads.
+      inputs: weights of the input projections of a layer with each mixer.
       heads: number of its query heads.
       hidden: its hidden features of the feed-forward that a token uses: with experts those of k
         experts and of the shared one.
@@ -58,7 +60,10 @@ class DeviceSizes:
       sent: rows that a round sends per token, empty ones included; 0 without an exchange.
       delta_net: of a layer with Gated DeltaNet; None without such layers.
       norms: the norms of the layers with each mixer.
-      head_normed: features that the norms of queries and keys read.
+      head_normed: features that the norms of queries and keys read, or that of a latent vector.
+      dense: number of layers without experts next to others with experts; elsewhere they count as
+        the others.
+      dense_hidden: their hidden features on the device.
       vocab: its shard of the vocabulary.
       itemsize: bytes of an activation.
       param: bytes of a weight.
@@ -75,9 +80,11 @@ class DeviceSizes:
     rows: int
     width: int
     query: int
+    attended: int
     kv: int
     gate: int
     attended_kv: int
+    inputs: Mapping[Mixer, int]
     heads: int
     hidden: int
     expert_hidden: int
@@ -87,6 +94,8 @@ class DeviceSizes:
     delta_net: DeltaNetSizes | None
     norms: Mapping[Mixer, Norms]
     head_normed: int
+    dense: int
+    dense_hidden: int
     vocab: int
     itemsize: int
     param: int
@@ -109,12 +118,7 @@ class DeviceSizes:
 
     def out(self, mixer: Mixer) -> int:
         """Features of the input of the mixer's output projection."""
-        return self.query if mixer == "attention" else self._of_delta_net.out
-
-    def projected(self, mixer: Mixer) -> int:
-        """Features that the mixer's input projections make of a token."""
-        of_attention = self.query + 2 * self.kv + self.gate
-        return of_attention if mixer == "attention" else self._of_delta_net.projected
+        return self.attended if mixer == "attention" else self._of_delta_net.out
 
     def normed(self, mixer: Mixer) -> int:
         """Features that a layer's norms read, in total; not those of Gated DeltaNet's results."""
@@ -128,13 +132,14 @@ class DeviceSizes:
 
     def products(self, mixer: Mixer) -> int:
         """Weights of one layer that are multiplied with each of the device's tokens."""
-        features = self.projected(mixer) + self.out(mixer)
-        return self.width * features + 3 * self.width * self.hidden
+        of_mixer = self.inputs[mixer] + self.width * self.out(mixer)
+        return of_mixer + 3 * self.width * self.hidden
 
     @property
     def all_products(self) -> int:
         """The same of all layers."""
-        return sum(map(self.products, self.mixers))
+        of_dense = 3 * self.width * (self.dense_hidden - self.hidden)
+        return sum(map(self.products, self.mixers)) + self.dense * of_dense
 
     @property
     def _of_delta_net(self) -> DeltaNetSizes:
@@ -163,7 +168,7 @@ def device_sizes(
     rules, mesh, tensor = strategy.weight_rules, strategy.abstract_mesh, strategy.tensor
     shared = experts.shared_dim if experts else 0
     copies = experts.per_token if experts else 0
-    sizes = {"mlp_dim": config.mlp_dim, "shared_dim": shared}
+    sizes = {"mlp_dim": config.mlp_dim, "shared_dim": shared, "dense_dim": config.dense_dim or 0}
     if has_attention := "attention" in config.mixers:
         sizes["num_heads"] = config.num_heads
     for name, size in sizes.items():
@@ -195,13 +200,15 @@ def device_sizes(
         names = [name for name in part if name.startswith(start)]
         return Matrix(*(sum(found[n] for n in names) // count for found in (whole, part)))
 
-    stacks = {STACKS[mixer]: count for mixer, count in config.mixers.items()}
+    stacks = {stack.name: count for stack, count in config.stacks.items()}
     of_layers = [matrix(f"{stack}.", count) for stack, count in stacks.items()]
     stack, count = next(iter(stacks.items()))
     rows = batch // strategy.rows
-    head_features = config.head_dim
-    query = config.num_heads // tensor * head_features
-    kv = kv_heads * head_features
+    heads, head_features = config.num_heads // tensor, config.head_dim + config.value_head_dim
+    query, kv = heads * config.head_dim, kv_heads * head_features
+    head_normed = query + kv_heads * config.head_dim if config.qk_norm else 0
+    if config.latent is not None:
+        head_normed = config.latent.dim
     tokens = rows * length // strategy.token_devices
     assigned, sent = float(copies), 0.0
     if experts and strategy.expert:
@@ -214,10 +221,12 @@ def device_sizes(
         rows=rows,
         width=config.embed_dim,
         query=query,
+        attended=heads * config.value_head_dim,
         kv=kv,
-        gate=query if config.attention_gate else 0,
+        gate=heads * config.value_head_dim if config.attention_gate else 0,
         attended_kv=max(kv, ulysses * head_features),
-        heads=config.num_heads // tensor,
+        inputs={mixer: _input_weights(config, mixer, tensor) for mixer in config.mixers},
+        heads=heads,
         hidden=((copies or 1) * config.mlp_dim + shared) // tensor,
         copies=copies,
         assigned=assigned,
@@ -225,7 +234,9 @@ def device_sizes(
         delta_net=of_delta_net,
         expert_hidden=config.mlp_dim // tensor,
         norms={mixer: config.norms_of(mixer) for mixer in config.mixers},
-        head_normed=query + kv if config.qk_norm else 0,
+        head_normed=head_normed,
+        dense=sum(kind.dense for kind in config.layer_kinds),
+        dense_hidden=(config.dense_dim or 0) // tensor,
         vocab=config.vocab_size // tensor,
         itemsize=jnp.dtype(config.dtype).itemsize,
         param=jnp.dtype(config.param_dtype).itemsize,
@@ -236,6 +247,20 @@ def device_sizes(
         head=matrix("embedding" if config.tie_embeddings else "head."),
         parts=sum(part.values()),
     )
+
+
+def _input_weights(config: DecoderConfig, mixer: Mixer, tensor: int) -> int:
+    """Weights that a device multiplies each token with, in the input projections of a layer."""
+    own = config.delta_net if mixer == "delta_net" else config.latent
+    whole = () if own is None else own.weight_axes.items()
+    replicated = {path[0] for path, axes in whole if path[-1] == "kernel" and "heads" not in axes}
+    total = 0
+    for name, (inputs, outputs) in config.mixer_sizes(mixer).items():
+        devices = 1 if name in replicated else tensor
+        if mixer == "attention" and own is None and name in ("key", "value"):
+            devices = min(tensor, config.num_kv_heads)  # Each has one head, or more.
+        total += inputs * outputs // devices if name != "out" else 0
+    return total
 
 
 def _sum(matrices: list[Matrix], counts: list[int]) -> Matrix:

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 
 from burst_jax.errors import did_you_mean
 from burst_jax.layers.rope import Llama3Rope, Rope, YarnRope
-from burst_jax.models import DecoderConfig, DeltaNet, Experts, LayerKind, MixtureOfExperts
+from burst_jax.models import (
+    DecoderConfig,
+    DeltaNet,
+    Experts,
+    KimiDelta,
+    Latent,
+    LayerKind,
+    MixtureOfExperts,
+)
 
 _SIZES = (
     "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size",
@@ -37,9 +45,26 @@ _QWEN_3_NEXT = {
     "delta_net": DeltaNet(32, 16, 128, 128),
     "experts": Experts(512, 10, shared_dim=512, shared_gate=True),
 }
+_KDA = LayerKind(mixer="delta_net")
+_KIMI_LINEAR = {
+    "norm_epsilon": 1e-5,
+    "qk_norm": False,
+    # A dense layer, and a group of two layers of linear attention at the end.
+    "layer_pattern": (
+        LayerKind(mixer="delta_net", dense=True),
+        *(_KDA, _KDA, LayerKind()),
+        *(*[_KDA] * 3, LayerKind()) * 5,
+        *(_KDA, _KDA, LayerKind()),
+    ),
+    "dense_dim": 9216,
+    "latent": Latent(512, 64, 128),
+    "delta_net": KimiDelta(32, 32, 128, 128),
+    "experts": Experts(256, 8, score="sigmoid", choice_bias=True, scale=2.446, shared_dim=1024),
+}
 # Sizes, max_position_embeddings, and what differs from DecoderConfig's defaults.
 SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "gpt-oss-20b": ((24, 2880, 64, 8, 64, 2880, 201088), 131072, _GPT_OSS),
+    "kimi-linear-48b-a3b": ((27, 2304, 32, 32, 192, 1024, 163840), 1048576, _KIMI_LINEAR),
     "llama-3-8b": ((32, 4096, 32, 8, 128, 14336, 128256), 8192, _LLAMA_3),
     "llama-3-70b": ((80, 8192, 64, 8, 128, 28672, 128256), 8192, _LLAMA_3),
     "llama-3.1-8b": (

@@ -27,6 +27,11 @@ _SAVED = (23.0, 9.0)
 # Of v: fewer with Hopper's kernels where layers are recomputed, and more ahead where the forward
 # scan runs again.
 _FUSED, _AHEAD_FULL = -2.9, 4.0
+# Of v, in addition with a decay per key channel: float32 decays and their gradients, what scans
+# read of every value head, and a state of every chunk. At the peak, by whether it recomputes;
+# ahead, and there with remat "full"; and saved without remat.
+_CHANNELS_PEAK = {True: 7.6, False: 4.4}
+_CHANNELS_AHEAD, _CHANNELS_AHEAD_FULL, _CHANNELS_SAVED = 7.6, 5.0, 2.0
 # Fraction of a loss chunk whose logits are float32 at a time.
 _FLOAT32_PART = 1 / 4
 
@@ -69,7 +74,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
     """
     s = sizes
     # Out of softmax attention and its lse; of Gated DeltaNet out, states, and of the chunks.
-    out = s.tokens * (s.itemsize * s.query + 4 * s.heads)
+    out = s.tokens * (s.itemsize * s.attended + 4 * s.heads)
     if mixer == "delta_net":
         assert s.delta_net is not None
         out = s.tokens * s.delta_net.kept_bytes(kernels) + s.delta_net.state_bytes(s.rows)
@@ -83,12 +88,12 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
         features = 2 * s.width + 2 * s.held_hidden + s.assigned * s.width
         features += 3 * 4 / s.itemsize * s.normed(mixer)
         if mixer == "attention":
-            features += s.query + 2 * s.kv
+            features += s.query + s.kv
             # Of the output gate its sigmoid, that one's float32 slope, and the gated output.
             features += (2 + 4 / s.itemsize) * s.gate
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
-        size += _of_delta_net(s, _SAVED)
+        size += _of_delta_net(s, _SAVED, _CHANNELS_SAVED)
     return int(size)
 
 
@@ -187,7 +192,7 @@ def _backward(
     if strategy.mlp_chunks > 1:
         # Chunks of inputs and results, which accumulate into the weights' gradients.
         states += 3 * one / strategy.mlp_chunks
-        states += features * 2 * s.kv if mixer == "attention" else out
+        states += features * s.kv if mixer == "attention" else out
         products += 4 * s.mlp.whole * 4 / 3
     if mixer == "delta_net" and not saved:
         states += _ahead(s, strategy, remat, kernels)
@@ -200,24 +205,28 @@ def _backward(
 def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, kernels: str) -> float:
     """Bytes of q, out and its gradient, k, v, and the ring's temporaries."""
     features = s.tokens * s.itemsize
-    query, kv = features * s.query, features * 2 * s.kv
+    query, out, kv = (features * each for each in (s.query, s.attended, s.kv))
     ring = temp_bytes(
         kernels,
         rotation,
         passes=strategy.ring[0] if len(strategy.ring) == 2 else 1,
         steps=strategy.seq,
         ulysses=strategy.ulysses > 1,
-        q=query,
-        kv=features * 2 * s.attended_kv,
+        q=(query + out) // 2,
+        kv=features * s.attended_kv,
     )
-    return 3 * query + 2 * kv + ring
+    return query + 2 * out + 2 * kv + ring
 
 
-def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float]) -> float:
-    """Bytes of arrays: how many have the size of v, and how many that of q and k together."""
+def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float], of_channels: float) -> float:
+    """Bytes of arrays: how many have the size of v, and how many that of q and k together.
+
+    ``of_channels`` are those in addition with a decay per key channel.
+    """
     d = s.delta_net
     assert d is not None
     of_values, of_keys = arrays
+    of_values += of_channels if d.channels else 0
     features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
     return s.tokens * s.itemsize * features
 
@@ -227,7 +236,7 @@ def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:
     recomputes = remat != "none"
     values, keys = _PEAK[recomputes]
     values += _FUSED if recomputes and kernels == "fused" else 0
-    return _of_delta_net(s, (values, keys))
+    return _of_delta_net(s, (values, keys), _CHANNELS_PEAK[recomputes])
 
 
 def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: str) -> float:
@@ -235,10 +244,11 @@ def _ahead(s: DeviceSizes, strategy: TrainingStrategy, remat: Remat, kernels: st
     values, keys = _AHEAD[strategy.seq > 1]
     values += _FUSED if kernels == "fused" else 0
     if remat != "full":
-        return _of_delta_net(s, (values, keys))
+        return _of_delta_net(s, (values, keys), _CHANNELS_AHEAD)
     assert s.delta_net is not None
     kept = s.tokens * s.delta_net.kept_bytes(kernels)
-    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys))
+    of_channels = _CHANNELS_AHEAD + _CHANNELS_AHEAD_FULL
+    return kept + _of_delta_net(s, (values + _AHEAD_FULL, keys), of_channels)
 
 
 def _loss(s: DeviceSizes) -> float:

@@ -90,6 +90,7 @@ def attention_of(
         max(1, config.num_kv_heads // strategy.tensor),
         config.head_dim,
         masks=(("is_causal", True), *window),
+        value_head_dim=config.value_head_dim,
     )
     request = strategy.attention.request(shape, strategy.layout)
     check_lengths(request, {"length": length})
@@ -201,8 +202,9 @@ def _recomputed_weights(s: DeviceSizes, remat: Remat, mixer: Mixer) -> int:
     """
     if remat == "none":
         return 0
-    projections = s.width * s.projected(mixer)
-    return projections if remat == "selective" else s.products(mixer) - s.width * s.hidden
+    if remat == "selective":
+        return s.inputs[mixer]
+    return s.products(mixer) - s.width * s.hidden
 
 
 def _exposed_weights(

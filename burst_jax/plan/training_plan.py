@@ -396,8 +396,13 @@ _DIFFERENCES = (
 
 
 def _mixers(config: DecoderConfig) -> str:
-    """The heads of attention, and of Gated DeltaNet."""
+    """The heads of attention, and of linear attention."""
     heads, sizes = f"{config.num_heads}/{config.num_kv_heads} heads x {config.head_dim}", []
+    if config.latent is not None:
+        heads = (
+            f"latent attention of {config.num_heads} heads x {config.head_dim}/"
+            f"{config.value_head_dim}"
+        )
     delta_net = config.delta_net
     if delta_net is None:
         return heads
@@ -406,7 +411,7 @@ def _mixers(config: DecoderConfig) -> str:
     return ", ".join(
         [
             *sizes,
-            f"{config.mixers['delta_net']} with Gated DeltaNet of {delta_net.num_heads}/"
+            f"{config.mixers['delta_net']} with {delta_net.title} of {delta_net.num_heads}/"
             f"{delta_net.num_key_heads} heads x {delta_net.head_dim}",
         ]
     )
@@ -417,11 +422,15 @@ def _feed_forward(config: DecoderConfig) -> str:
     experts = config.experts
     if experts is None:
         return f"hidden {config.mlp_dim}"
-    unused = 3 * config.num_layers * config.embed_dim * config.mlp_dim
+    layers = sum(not kind.dense for kind in config.layer_kinds)
+    unused = 3 * layers * config.embed_dim * config.mlp_dim
     total = config.num_matmul_params + unused * (experts.count - experts.per_token)
     shared = f" and a shared one of {experts.shared_dim}" if experts.shared_dim else ""
+    dense = config.num_layers - layers
+    others = f"{dense} layers of {config.dense_dim} without experts, " if dense else ""
     return (
-        f"{experts.count} experts of {config.mlp_dim}, {experts.per_token} per token{shared} "
+        f"{others}{experts.count} experts of {config.mlp_dim}, {experts.per_token} per token"
+        f"{shared} "
         f"({1e-9 * config.num_matmul_params:.3g} of {1e-9 * total:.3g} billion weights)"
     )
 

@@ -18,11 +18,11 @@ from burst_jax.layers.rope import DynamicRope, Rope, RopeTable, rope_table
 from burst_jax.layouts.layout import Layout
 from burst_jax.layouts.parse import layout_option
 from burst_jax.linear.runs import device_runs
-from burst_jax.models.config import LayerKind, Mixer
+from burst_jax.models.config import LayerKind, Mixer, Stack
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.decoder_layer import DecoderLayer
 from burst_jax.models.shardings import embed
-from burst_jax.models.weights import STACKS, name_of
+from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
 from burst_jax.serving.fused_qkv import NAMES, fuse, with_fused_qkv
@@ -99,7 +99,7 @@ class ServedModel:
         # With one device on the sequence axes there is nothing to shard.
         self.sharded = shard and axes_size(self.shardings.mesh, self.shardings.token_axes) > 1
         self._layers = {
-            mixer: nnx.split(getattr(model, STACKS[mixer]))[0] for mixer in self.config.mixers
+            stack: nnx.split(getattr(model, stack.name))[0] for stack in self.config.stacks
         }
         self._norm, _ = nnx.split(model.final_norm)
         self.weights: dict[str, Any] = {}
@@ -119,17 +119,17 @@ class ServedModel:
         def placed(weight: jax.Array, spec: P) -> jax.Array:
             return _placed(self.config.dtype, NamedSharding(mesh, spec))(weight)
 
-        of_mixer = {
-            mixer: jax.tree.map(lambda spec: P(*spec[1:]), specs[STACKS[mixer]], is_leaf=_is_spec)
-            for mixer in self.config.mixers
+        of_stack = {
+            stack: jax.tree.map(lambda spec: P(*spec[1:]), specs[stack.name], is_leaf=_is_spec)
+            for stack in self.config.stacks
         }
         layers = {
-            mixer: iter(self._unstacked(mixer, state[STACKS[mixer]], of_mixer[mixer], mesh))
-            for mixer in self.config.mixers
+            stack: iter(self._unstacked(stack, state[stack.name], of_stack[stack], mesh))
+            for stack in self.config.stacks
         }
-        mixers = [kind.mixer for kind in self.config.layer_kinds]
-        self.weights["layers"] = [next(layers[mixer]) for mixer in mixers]
-        self.specs["layers"] = [of_mixer[mixer] for mixer in mixers]
+        stacks = [kind.stack for kind in self.config.layer_kinds]
+        self.weights["layers"] = [next(layers[stack]) for stack in stacks]
+        self.specs["layers"] = [of_stack[stack] for stack in stacks]
         self.weights["final_norm"] = jax.tree.map(placed, state["final_norm"], specs["final_norm"])
         self.specs["final_norm"] = specs["final_norm"]
         matrices: dict[str, Any] = {"embedding": (state["embedding"], specs["embedding"])}
@@ -139,38 +139,38 @@ class ServedModel:
             self.specs[name] = spec.get_value()
             self.weights[name] = placed(matrix[...], self.specs[name])
 
-    def _unstacked(self, mixer: Mixer, stack: Any, specs: Any, mesh: Mesh) -> list[Any]:
+    def _unstacked(self, stack: Stack, state: Any, specs: Any, mesh: Mesh) -> list[Any]:
         """The weights of each layer of a stack, with these specs."""
-        count, name = self.config.mixers[mixer], STACKS[mixer]
+        count, name = self.config.stacks[stack], stack.name
 
         def unstacked(path: tuple[Any, ...], weight: jax.Array, spec: P) -> list[jax.Array]:
             widths = hidden_padding(path, weight.shape, self.shardings) if self.sharded else None
-            # Taps are multiplied in float32, as in the decoder.
-            taps = name_of(path).endswith("_conv")
-            dtype = weight.dtype if taps else self.config.dtype
+            # Read in float32, as in the decoder.
+            is_wide = name_of(path).endswith(("_conv", "dt_bias"))
+            dtype = weight.dtype if is_wide else self.config.dtype
             return _unstacked(dtype, NamedSharding(mesh, spec), count, widths)(weight)
 
-        weights = jax.tree_util.tree_leaves_with_path({name: stack})
+        weights = jax.tree_util.tree_leaves_with_path({name: state})
         of_weights = jax.tree.leaves(specs, is_leaf=_is_spec)
         per_layer = {
             name_of(path): unstacked(path, weight, spec)
             for (path, weight), spec in zip(weights, of_weights, strict=True)
         }
-        if mixer == "attention" and self._fuses_qkv:
+        if stack.mixer == "attention" and self._fuses_qkv:
             names = [f"{name}.attention.{each}.kernel" for each in NAMES]
             spec = of_weights[list(per_layer).index(names[0])]
             kernels = zip(*(per_layer[each] for each in names), strict=True)
             fused = zip(*(fuse(each, mesh, spec) for each in kernels), strict=True)
             per_layer |= dict(zip(names, map(list, fused), strict=True))
-        structure = jax.tree.structure(stack)
+        structure = jax.tree.structure(state)
         return [
             jax.tree.unflatten(structure, each) for each in zip(*per_layer.values(), strict=True)
         ]
 
     def initial_state(self, index: int, batch: int) -> DeltaNetState:
         """The shapes of the state of a linear-attention layer, ``jax.ShapeDtypeStruct`` each."""
-        mixer, weights = self.config.layer_kinds[index].mixer, self.weights["layers"][index]
-        layer: GatedDeltaNet = nnx.merge(self._layers[mixer], weights).attention
+        stack, weights = self.config.layer_kinds[index].stack, self.weights["layers"][index]
+        layer: GatedDeltaNet = nnx.merge(self._layers[stack], weights).attention
         return jax.eval_shape(partial(layer.initial_state, batch, self.config.dtype))
 
     def unflatten(self, leaves: list[Any]) -> dict[str, Any]:
@@ -182,9 +182,11 @@ class ServedModel:
         """Whether query, key and value projections are one matrix (``serving.fused_qkv``).
 
         Not with weights sharded over the sequence, because prefill gathers them as the decoder has
-        them. Not if devices share a key head, because each slices its head's weights from all.
+        them. Not if devices share a key head, because each slices its head's weights from all. Not
+        with latent attention, whose keys and values are projected from another vector than queries.
         """
-        return not self.sharded and self.heads == self.config.num_kv_heads
+        same_input = self.config.latent is None
+        return same_input and not self.sharded and self.heads == self.config.num_kv_heads
 
     @property
     def data_axes(self) -> tuple[Any, Any]:
@@ -270,7 +272,7 @@ class ServedModel:
 
     def _served(self, kind: LayerKind, weights: Any, tokens: int, gather: bool) -> DecoderLayer:
         """A layer of these weights, for a prompt or for a decoding step; see :meth:`hidden`."""
-        layer, shardings = nnx.merge(self._layers[kind.mixer], weights), self.shardings
+        layer, shardings = nnx.merge(self._layers[kind.stack], weights), self.shardings
         attention, mlp = layer.attention, layer.mlp
         if not gather:
             same = tuple(n for n in shardings.expert_axes if n in shardings.token_axes)
@@ -291,7 +293,7 @@ class ServedModel:
 
     def _gathered_layer(self, kind: LayerKind, weights: Any, specs: Any) -> Any:
         """The same for one layer's weights; experts are not gathered over their own axes."""
-        stack = STACKS[kind.mixer]
+        stack = kind.stack.name
         return jax.tree_util.tree_map_with_path(
             lambda path, weight, spec: gather_weights(
                 weight, spec, over=(), keep=self.shardings.kept_axes(path)

@@ -92,9 +92,12 @@ class Steps:
             if index not in self.capacity_of:
                 return model.initial_state(index, self.batch)
             slots = self.capacities[self.capacity_of[index]].slots * self.devices
-            shape = self.batch, slots, model.heads, config.head_dim
-            each: Any = jax.ShapeDtypeStruct(shape, config.dtype)
-            return KeyValues(each, each)
+            shape = self.batch, slots, model.heads
+            keys, values = (
+                jax.ShapeDtypeStruct((*shape, features), config.dtype)
+                for features in (config.head_dim, config.value_head_dim)
+            )
+            return KeyValues(keys, values)  # pyrefly: ignore (shapes in place of arrays)
 
         return tuple(map(of_layer, range(config.num_layers)))
 

@@ -120,6 +120,7 @@ def evaluation_memory(config: DecoderConfig, tokens: int, *, chunk_size: int = C
     hidden = 2 * config.mlp_dim
     if experts is not None:
         hidden = max(experts.per_token * (hidden + 2 * d), 2 * experts.shared_dim)
+    hidden = max(hidden, 2 * (config.dense_dim or 0))
     layer = tokens * size * (2 * d + max(attention, hidden // config.mlp_chunks))
     converts = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     cast = size * d * config.vocab_size if converts else 0

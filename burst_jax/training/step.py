@@ -13,8 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from burst_jax.attention.validation import check_bool
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_bool, check_integer
 from burst_jax.models.shardings import DecoderShardings
 from burst_jax.parallel.mesh import axes_size
 from burst_jax.parallel.xla_options import compiler_options as default_compiler_options

@@ -69,13 +69,17 @@ class Implementation:
       forward: ``(inputs, prepared, start, scale) -> (o, last, kept)``: the output
         ``[B, T, N, Hv]``, zeros in padding, the state after the last token, and what is saved for
         the backward pass; ``start`` is the state before the first token.
-      affine: ``(inputs, prepared, start) -> (M, last)``: with the state ``start + S`` before the
-        first token, that after the last one is ``M S + last``.
+      mapped: ``(inputs, start) -> (prepared, rows)``, for devices that exchange maps: what prepare
+        returns, and float32 ``[B, N, Hv + H, H]``, the rows of ``last`` and below them those of M,
+        both transposed. With the state ``start + S`` before the first token, that after the last
+        one is ``M S + last``.
       restore: ``(inputs, kept) -> prepared``, for the next two.
       first_gradient: ``(inputs, prepared, do, last, scale)``: the gradient of ``start``, given
         those of o and of the last state. The first of them is zero in padding.
       backward: ``(inputs, prepared, start, do, last, scale)``: all :class:`Gradients`.
       multiple: lengths must be multiples of it.
+      meanwhile: a field of ``prepared`` that is computed while maps are sent, if it has an array;
+        None without such a field.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
         if it does.
       unavailable: ``(platform, compute_capability) -> reason``: why it cannot run there, or None.
@@ -84,10 +88,11 @@ class Implementation:
     name: str
     prepare: Callable[[Inputs], Any]
     forward: Callable[..., tuple[jax.Array, jax.Array, Any]]
-    affine: Callable[..., tuple[jax.Array, jax.Array]]
+    mapped: Callable[..., tuple[Any, jax.Array]]
     restore: Callable[[Inputs, Any], Any]
     first_gradient: Callable[..., jax.Array]
     backward: Callable[..., Gradients]
     multiple: int = 1
+    meanwhile: str | None = None
     unsupported: Callable[[Inputs], str | None] = _all_inputs
     unavailable: Callable[[str, float | None], str | None] = _anywhere

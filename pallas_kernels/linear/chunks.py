@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Tokens of a chunk, and the head dim of keys and values that the kernels have.
@@ -58,10 +59,11 @@ def merged(x: jax.Array) -> jax.Array:
 def cumulative_sum(x: jax.Array, *, axis: int = -1, reverse: bool = False) -> jax.Array:
     """Of float32, along an axis with the 64 tokens of a chunk, by a product with ones.
 
-    XLA would fuse ``jnp.cumsum`` with what reads it, and sum 64 numbers for every element.
+    XLA would fuse ``jnp.cumsum`` with what reads it, and sum 64 numbers for every element. The ones
+    are a constant, which no launch computes.
     """
-    ones = jnp.ones((CHUNK, CHUNK), jnp.float32)
-    ones = jnp.tril(ones) if reverse else jnp.triu(ones)
+    ones = np.ones((CHUNK, CHUNK), np.float32)
+    ones = np.tril(ones) if reverse else np.triu(ones)
     sums = jnp.tensordot(x, ones, (axis, 0), precision=lax.Precision.HIGHEST)
     return jnp.moveaxis(sums, -1, axis)
 
@@ -190,10 +192,12 @@ def reaching(vectors: jax.Array, least: int) -> tuple[jax.Array, jax.Array]:
       reaches.
     """
     chunks, end = vectors.shape[2], CHUNK - 1
+    least = min(least, chunks)
     # LOG ignores document boundaries; across one nothing is left.
     log = jnp.where(vectors[..., INTO + end] == 0, _FORGOTTEN, vectors[..., LOG + end])
-    forgotten = [jnp.cumsum(log, axis=2) <= _FORGOTTEN for log in (log[..., ::-1], log)]
-    # The chunk that makes the decay too strong is needed, too.
-    needed = [jnp.maximum(chunks - x.sum(2, dtype=jnp.int32) + 1, least) for x in forgotten]
-    to_end, from_begin = (jnp.minimum(x, chunks) for x in needed)
-    return chunks - to_end, from_begin - 1
+    index = jnp.arange(chunks, dtype=jnp.int32)
+    to_end, from_begin = (lax.cumsum(log, axis=2, reverse=x) <= _FORGOTTEN for x in (True, False))
+    # The chunk that makes the decay too strong is needed, too. A reduction is the last operation:
+    # what follows one takes a launch of its own.
+    first = jnp.where(to_end, index, 0)[..., : chunks - least + 1].max(2)
+    return first, jnp.where(from_begin, index, chunks - 1)[..., least - 1 :].min(2)

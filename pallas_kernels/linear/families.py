@@ -55,10 +55,9 @@ def _gate_gradients(
     """Gradients of log_decay and beta from the kernel's row sums."""
     by_sum = [sums[..., i, :] for i in range(SUMS)]
     through = vectors[..., INTO + CHUNK - 1]
-    of_end = by_sum[LATER_KEYS].sum(-1) + through * by_sum[STATES].sum(-1)
-    total = by_sum[QUERIES] + by_sum[KEYS]
-    total = total.at[..., -1].add(of_end)
-    log_decay = cumulative_sum(total, reverse=True)
+    # Of the chunk's end, which all of its tokens decay towards.
+    of_end = (by_sum[LATER_KEYS] + through[..., None] * by_sum[STATES]).sum(-1, keepdims=True)
+    log_decay = cumulative_sum(by_sum[QUERIES] + by_sum[KEYS], reverse=True) + of_end
     if inputs.tokens is not None:
         # No decay applies to padding, nor to a document's first token.
         valid, begins = (cut(x[..., None]) for x in (inputs.tokens.valid, inputs.tokens.begins))
@@ -94,14 +93,9 @@ def transposed(state: jax.Array) -> jax.Array:
 
 
 def with_identity(start: jax.Array) -> jax.Array:
-    """The columns of a first state, transposed, then those whose last state is M."""
+    """The columns of a first state, transposed, then those whose last state is M, transposed."""
     identity = jnp.broadcast_to(jnp.eye(HEAD_DIM, dtype=jnp.float32), start.shape)
     return jnp.concatenate([transposed(start), identity], axis=2)
-
-
-def affine_map(last: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(M, the last state) from the last state of :func:`with_identity`'s columns."""
-    return transposed(last[:, :, HEAD_DIM:]), transposed(last[:, :, :HEAD_DIM])
 
 
 def unsupported(inputs: Inputs) -> str | None:

@@ -137,8 +137,9 @@ def _written(rows: jax.Array, decay: jax.Array, values: jax.Array, product: Any)
     return product("bnrk,bnrv->bnkv", decay * rows, values)
 
 
-def _affine(inputs: Inputs, prepared: _Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _mapped(inputs: Inputs, start: jax.Array) -> tuple[_Prepared, jax.Array]:
     """M's columns are states that start as the identity, of tokens without values."""
+    prepared = _prepare(inputs)
     dtype, (*_, keys, values) = inputs.v.dtype, start.shape
     product = functools.partial(_product, dtype=dtype)
     identity = jnp.broadcast_to(jnp.eye(keys, dtype=jnp.float32), (*start.shape[:2], keys, keys))
@@ -149,7 +150,7 @@ def _affine(inputs: Inputs, prepared: _Prepared, start: jax.Array) -> tuple[jax.
 
     both = jnp.concatenate([start.astype(jnp.float32), identity], axis=-1)
     last, _ = lax.scan(step, both, prepared.chunks)
-    return last[..., values:], last[..., :values]
+    return prepared, last.mT
 
 
 def _first_gradient(
@@ -193,7 +194,7 @@ XLA = Implementation(
     name="xla",
     prepare=_prepare,
     forward=_forward,
-    affine=_affine,
+    mapped=_mapped,
     restore=_restore,
     first_gradient=_first_gradient,
     backward=_backward,

@@ -111,7 +111,9 @@ def on_mesh(call, lse, rows, **axes):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bounds_are_those_of_the_queries_with_the_largest_lse(name):
+def test_the_bounds_are_those_of_the_queries_with_the_largest_lse(name, monkeypatch):
+    # The last seven keys of a device overlap others.
+    monkeypatch.setattr("burst_jax.ring.max_logits._KEYS", 7)
     call = CASES[name]
     logits = logits_of(call)
     want, lse = wanted(logits, call.get("sink_logits"), ROWS)

@@ -64,32 +64,45 @@ def linear_ring(layout, mesh):
     return run
 
 
-@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
-def test_eight_devices_gather_their_maps_alone(layout):
-    """Of M and U, float32, forward and backward; no token is sent, none is gathered."""
-    n, tokens = 8, 256
-    mesh = compiled.gpu_mesh("h100", n)
+@pytest.mark.parametrize(
+    ("n", "layout", "heads", "launches"),
+    [
+        (8, "zigzag", 8, 51),
+        pytest.param(8, "contiguous", 4, 42, marks=pytest.mark.slow),
+        pytest.param(2, "zigzag", 4, 25, marks=pytest.mark.slow),
+    ],
+)
+def test_devices_exchange_their_maps_alone(n, layout, heads, launches):
+    """M and U or states, float32, in few launches; no token is sent, none is gathered."""
+    tokens, mesh = 256, compiled.gpu_mesh("h100", n)
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
         return jax.ShapeDtypeStruct((1, n * tokens, *shape), dtype, sharding=sharding)
 
-    keys, values, gates = array(KEY_HEADS, 128), array(HEADS, 128), array(HEADS, dtype=jnp.float32)
+    keys, values, gates = array(KEY_HEADS, 128), array(heads, 128), array(heads, dtype=jnp.float32)
     arrays = keys, keys, values, gates, gates
     program = compiled.compile_for(linear_ring(layout, mesh), *arrays, has_kernels=False)
     operations = [each for line in compiled.computations(program).values() for each in line]
     kinds = {each.opcode.removesuffix("-start") for each in operations}
     moving = {"all-to-all", "all-reduce", "reduce-scatter", "collective-permute", "all-gather"}
-    assert kinds & moving == {"all-gather"}
-    gathers = [each for each in operations if each.opcode in ("all-gather", "all-gather-start")]
-    blocks = 2 if layout == "zigzag" else 1
+    by_heads = heads % n == 0 and n > 2
+    kind = "all-to-all" if by_heads else "all-gather"
+    assert kinds & moving == {kind}
+    found = [each for each in operations if each.opcode in (kind, f"{kind}-start")]
     # Of the results alone: a started gather has its operands in front.
     sizes = [
-        math.prod(map(int, dims.split(",")))
-        for each in gathers
-        for dims in re.findall(r"f32\[([\d,]+)\]", each.result)
-        if dims.startswith(f"{n},")
+        [
+            math.prod(map(int, dims.split(",")))
+            for dims in re.findall(r"f32\[([\d,]+)\]", each.result)
+            if dims.startswith(f"{n},")
+        ][-2:]
+        for each in found
     ]
-    maps = n * blocks * HEADS * 128 * 128
-    assert sizes == [maps] * 4
-    assert not any("bf16[" in each.result for each in gathers)
+    states = (2 if layout == "zigzag" else 1) * heads * 128 * 128
+    if by_heads:  # Maps and states; M remains for the gradients.
+        assert [x[-1] for x in sizes] == [2 * states, states, states, states]
+    else:  # Both arrays of a pass in one collective.
+        assert sizes == [[2 * n * states], [n * states, n * states]]
+    assert not any("bf16[" in each.result for each in found)
+    assert len(compiled.small_launches(program)) <= launches

@@ -15,7 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from burst_jax import ShardingRules
-from burst_jax.models import DecoderConfig, DeltaNet, Experts, LayerKind, MixtureOfExperts
+from burst_jax.models import (
+    DecoderConfig,
+    DeltaNet,
+    Experts,
+    KimiDelta,
+    LayerKind,
+    MixtureOfExperts,
+)
 from burst_jax.models.remat import Remat
 from burst_jax.plan.device_sizes import device_sizes
 from burst_jax.plan.step_memory import step_memory
@@ -36,13 +43,13 @@ CONFIG = DecoderConfig(
 N, TOKENS = 4, 4096
 
 
-def compile_step(config, tokens=TOKENS, implementation=compiled.SMALL, **sizes):
-    """A step of ``tokens`` tokens an A100, and the shapes of weights and optimizer state.
+def compile_step(config, tokens=TOKENS, implementation=compiled.SMALL, gpu="a100", **sizes):
+    """A step of ``tokens`` tokens a GPU, and the shapes of weights and optimizer state.
 
     ``sizes``: of the mesh's axes, which are named as the fields of ``ShardingRules`` are, or
     ``heads``, the Ulysses axis.
     """
-    mesh = compiled.named_mesh("a100", **sizes)
+    mesh = compiled.named_mesh(gpu, **sizes)
     names = [field.name for field in dataclasses.fields(ShardingRules)]
     rules = ShardingRules(**{name: name if name in sizes else None for name in names})
     options: dict[str, Any] = {"ulysses_axis": "heads"} if "heads" in sizes else {}
@@ -243,11 +250,18 @@ def test_a_step_takes_the_memory_that_the_planner_says(changes, tokens, seq, uly
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hybrid", "remat"), [(True, "attention"), (False, "none")], ids=["hybrid", "pure-none"]
+    ("delta_net", "hybrid", "remat"),
+    [
+        pytest.param(DeltaNet(4, 2, 128, 128), True, "attention", id="hybrid"),
+        pytest.param(DeltaNet(4, 2, 128, 128), False, "none", id="pure-none"),
+        pytest.param(KimiDelta(4, 4, 128, 128), False, "full", id="kimi-full"),
+    ],
 )
-def test_a_step_with_gated_delta_net_takes_the_memory_that_the_planner_says(hybrid, remat):
+def test_a_step_with_linear_attention_takes_the_memory_that_the_planner_says(
+    delta_net, hybrid, remat
+):
     linear, seq, tokens = LayerKind(mixer="delta_net"), 2, 4 * TOKENS
-    changes: dict[str, Any] = {"remat": remat, "delta_net": DeltaNet(4, 2, 128, 128)}
+    changes: dict[str, Any] = {"remat": remat, "delta_net": delta_net}
     if hybrid:
         pattern = linear, linear, linear, LayerKind()
         config = dataclasses.replace(CONFIG, num_layers=4, layer_pattern=pattern, **changes)
@@ -255,9 +269,13 @@ def test_a_step_with_gated_delta_net_takes_the_memory_that_the_planner_says(hybr
         config = DecoderConfig(
             vocab_size=512, num_layers=2, embed_dim=512, mlp_dim=1024, dtype=jnp.bfloat16, **changes
         )
-    program, params, _ = compile_step(config, tokens, "mosaic_sm80", seq=seq)
+    # Kernels of decays per channel are Hopper's.
+    hopper = isinstance(delta_net, KimiDelta)
+    gpu, name = ("h100", "mosaic_sm90") if hopper else ("a100", "mosaic_sm80")
+    program, params, _ = compile_step(config, tokens, name, gpu, seq=seq)
     strategy = TrainingStrategy("sharded", 1, (seq,), 1, "zigzag", config.remat)
-    planned = planned_bytes(config, params, strategy, seq * tokens, "reordered")
+    kernels = "fused" if hopper else "reordered"
+    planned = planned_bytes(config, params, strategy, seq * tokens, kernels)
     assert compiled.temp_bytes(program) == pytest.approx(planned, rel=0.1)
 
 

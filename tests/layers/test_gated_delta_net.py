@@ -155,6 +155,16 @@ def test_parts_of_sequences_continue_their_states():
     assert_close(y, whole[np.arange(B), used], 2e-6)
 
 
+def test_a_layer_of_one_tap_continues_a_state_without_inputs():
+    layer = created(conv_taps=1)
+    state = layer.initial_state(B)
+    assert state.value.shape == (B, 0, N, HV)
+    out, after = jax.eval_shape(layer.prefill, X, None, state)
+    assert out.shape == X.shape
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert jax.eval_shape(layer.step, X[:, 0], after)[0].shape == X[:, 0].shape
+
+
 def test_half_precision_and_dtypes():
     out = quick_jit(make_layer(dtype=jnp.bfloat16))(X)
     want = LAYERS.truth[0]

@@ -144,9 +144,10 @@ def test_accumulated_auxiliary_losses_weigh_slices_by_their_tokens():
     graphdef, shapes = abstract_decoder(config, mesh=mesh, layout="contiguous")
     params = decoders.drawn(shapes)
     before = jax.device_get(nnx.to_pure_dict(params))
-    _, *state = init_train_state(config, sgd, mesh, 0, layout="contiguous", params=params)
+    made = init_train_state(config, sgd, mesh, 0, layout="contiguous", params=params)
     step = make_train_step(graphdef, sgd, accumulate=2, compiler_options=QUICK)
-    after, _, got = step(*state, place_batch(make_batch(rows, segment_ids=ids), mesh))
+    batch = place_batch(make_batch(rows, segment_ids=ids), mesh)
+    after, _, got = step(made[1], made[2], batch)
 
     of_formula = formula_gradients(config, before, rows, ids)
     want, gradients = of_formula(before, rows, ids)

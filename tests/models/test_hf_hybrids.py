@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from burst_jax import ShardingRules
 from burst_jax.models import (
     DeltaNet,
+    KimiDelta,
     LayerKind,
     Lora,
     Rope,
@@ -33,6 +34,7 @@ from burst_jax.models import (
     load_config,
     save,
     save_adapter,
+    trained_length,
 )
 from burst_jax.models.hf.config import config_json, read_config
 from burst_jax.models.weights import flat_weights
@@ -75,6 +77,7 @@ def losses(folder, name, sizes, layout, **changes):
         # (test_hf_models.py), and a balanced layout has gradients in test_delta_net.py.
         ("olmo_hybrid", {"fsdp": 2, "seq": 2}, "zigzag", {"remat": "selective"}),
         ("qwen3_5_moe", {"stage": 2, "seq": 2}, "zigzag", {}),
+        ("kimi_linear", {"expert": 2, "seq": 2}, "balanced:50", {}),
     ],
 )
 def test_losses_of_fine_tuning_are_those_of_transformers(tmp_path, name, sizes, layout, changes):
@@ -252,6 +255,19 @@ PUBLISHED = {
         DeltaNet(30, 30, 96, 192, norm_epsilon=1e-5, negative_eigenvalues=True),
         [LayerKind(mixer="delta_net"), LayerKind(rope=Rope(fraction=0.0), norms="after")],
     ),
+    "Kimi-Linear-48B-A3B": (
+        {"model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216}
+        | {"num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"vocab_size": 163840, "head_dim": 72, "auto_map": {}, "rope_theta": 1e4}
+        | {"linear_attn_config": {
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            "full_attn_layers": [*range(4, 28, 4), 27],
+            "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        }},
+        49_122_681_728,  # With the buffers of the routers.
+        KimiDelta(32, 32, 128, 128),
+        [LayerKind(mixer="delta_net"), LayerKind(rope=Rope(fraction=0.0))],
+    ),
 }  # fmt: skip
 
 
@@ -316,6 +332,13 @@ def test_kinds_of_layers_and_sizes(read):
     names = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
     derived = read("olmo_hybrid", **{f"linear_{name}": None for name in names})
     assert derived.delta_net == DeltaNet(4, 4, 6, 12, norm_epsilon=1e-5, negative_eigenvalues=True)
+    # transformers' keys of the same layers and sizes.
+    kimi, types = read("kimi_linear"), [LINEAR, LINEAR, FULL]
+    theirs = {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+    theirs |= {"layer_types": types, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    other = read("kimi_linear", linear_attn_config="absent", **theirs)
+    assert (other.delta_net, other.layer_kinds) == (kimi.delta_net, kimi.layer_kinds)
+    assert trained_length(kimi) == 1024
     full = read("qwen3_5", layer_types=[FULL] * 4)
     assert full.delta_net is None
     own = dataclasses.replace(full, hf_config=None)
@@ -323,6 +346,7 @@ def test_kinds_of_layers_and_sizes(read):
 
 
 VALUE, UNSUPPORTED = ValueError, NotImplementedError
+KDA: Any = hf_models.golden("kimi_linear")["config"]["linear_attn_config"]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +369,20 @@ VALUE, UNSUPPORTED = ValueError, NotImplementedError
         ("qwen3_next", {"partial_rotary_factor": 0.2}, VALUE, "fraction 0.2, 3 features: RoPE"),
         ("qwen3_next", {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
          UNSUPPORTED, "has mrope_section: known options are"),
+        ("kimi_linear", {"q_lora_rank": 8}, UNSUPPORTED, "q_lora_rank is 8 and must be None"),
+        ("kimi_linear", {"mla_use_nope": False}, UNSUPPORTED, "mla_use_nope is False and must"),
+        ("kimi_linear", {"num_key_value_heads": 2}, VALUE, "num_kv_heads is 2, num_heads 4"),
+        ("kimi_linear", {"topk_group": 1}, VALUE, "topk_group 1.*: per_token is 3, and 1 of 4"),
+        ("kimi_linear", {"qk_rope_head_dim": -1}, VALUE, "qk_rope_head_dim is -1"),
+        ("kimi_linear", {"moe_intermediate_size": None}, VALUE, "moe_intermediate_size is None"),
+        ("kimi_linear", {"mlp_layer_types": ["moe"] * 3}, VALUE,
+         "needs 3 entries, each 'dense' or 'sparse'"),
+        ("kimi_linear", {"layer_types": [LINEAR] * 3}, VALUE,
+         "linear_attn_config describes layer_types .*, and config.json has"),
+        ("kimi_linear", {"linear_attn_config": KDA | {"kda_layers": [1, 3]}}, VALUE,
+         r"has kda_layers \[1, 3\], full_attn_layers \[3\]: they need each of the layers 1 to 3"),
+        ("kimi_linear", {"linear_attn_config": KDA | {"head_dim": 0}}, VALUE, "head_dim is 0"),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": 8}}, VALUE, "it needs the keys full"),
         ("olmo_hybrid", {"linear_use_gate": False}, UNSUPPORTED, "linear_use_gate is False and"),
         ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, VALUE, "linear_allow_neg_eigval is 2: it"),
     ],
@@ -379,6 +417,22 @@ def test_adapters_of_both_kinds_of_layers_are_those_of_peft(written, tmp_path):
     again = load_adapter(model, tmp_path / "adapter")
     assert again.config.lora == Lora(3, 3.0, ("query", "out", "output_gate", "decay"))
     assert_same(*(nnx.to_pure_dict(nnx.state(m, nnx.LoRAParam)) for m in (again, adapted)))
+
+
+def test_adapters_of_latent_attention_and_decays(written, tmp_path):
+    """Their names are those of transformers' modules; experts and dense layers have none."""
+    model = load(written("kimi_linear"), mesh=mesh_of(seq=1), dtype=jnp.float32)
+    adapted = add_lora(model, 2, targets=("latent", "decay_b", "o_proj"))
+    save_adapter(adapted, tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    stem = "base_model.model.model.layers.{}.self_attn.{}.lora_A.weight"
+    modules = [(layer, "o_proj") for layer in range(3)] + [(2, "kv_a_proj_with_mqa")]
+    modules += [(layer, "forget_gate.f_b_proj") for layer in (0, 1)]
+    assert {name for name in names if "lora_A" in name} == {stem.format(*m) for m in modules}
+    again = load_adapter(model, tmp_path / "adapter")
+    assert set(again.config.adapted) == {"latent", "decay_b", "out"}
+    with pytest.raises(NotImplementedError, match="experts have no adapters"):
+        add_lora(model, 2, targets=("gate",))
 
 
 def test_an_adapter_of_a_fused_projection_is_one_of_each_part(written, tmp_path):

@@ -111,7 +111,7 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
         pytest.param("llama_dynamic", {"seq": 2}, "striped", AUTO, marks=SLOW),
         ("qwen3_moe", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         ("gpt_oss", {"expert": 2, "seq": 2}, "striped", AUTO),
-        pytest.param("qwen3_next", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO, marks=SLOW),
+        ("kimi_linear", {"fsdp": 2, "seq": 2, "tensor": 2}, "zigzag", AUTO),
         pytest.param("mixtral", {"seq": 1}, "contiguous", AUTO, marks=SLOW),
         pytest.param("mixtral", {"seq": 4, "tensor": 2}, "zigzag", AxisType.Explicit, marks=SLOW),
         pytest.param("gemma2", {"fsdp": 2, "seq": 2}, "striped", AxisType.Explicit, marks=SLOW),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import interpreted
+import interpreted_callbacks
 import interpreted_sm80
 import jax.numpy as jnp
 import linear_cases
@@ -35,8 +36,8 @@ RESTORE = {
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
-    "strong-decay": (64, {"heads": 1, "decay": 3.0}),
-    "6-chunks-forgotten": (384, {"heads": 2, "key_heads": 2, "decay": 3.0}),
+    "strong-decay": (64, {"heads": 2, "key_heads": 2, "decay": 3.0}),
+    "6-chunks-forgotten": (384, {"heads": 1, "decay": 3.0}),
 }
 # With a decay per key channel, which Hopper's kernels alone have.
 CHANNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -48,29 +49,33 @@ CHANNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def run(case, family):
     """Results by name; those of the affine map and of the first state's gradient alone, too."""
-
-    def bf16(x):
-        return jnp.asarray(x, jnp.bfloat16)
-
     case, tokens = linear_cases.zeros_in_padding(case), None
     if case.ids is not None:
-        tokens = Tokens(jnp.asarray(case.begins), jnp.asarray(case.valid))
-    do = bf16(case.do)
-    gates = jnp.asarray(case.log_decay), jnp.asarray(case.beta)
-    inputs = Inputs(bf16(case.q), bf16(case.k), bf16(case.v), *gates, tokens)
-    start, last = jnp.asarray(case.start), jnp.asarray(case.dlast)
+        tokens = Tokens(case.begins, case.valid)
+    q, k, v, do = (np.asarray(x, jnp.bfloat16) for x in (case.q, case.k, case.v, case.do))
+    states = case.start, case.dlast, case.start / 2
+    start, last, half = (np.asarray(x, np.float32) for x in states)
     interpret, operation, options = FAMILIES[family]
-    with interpret():
-        prepared = operation.prepare(inputs, **options)
+
+    def run_all(inputs, start, do, last, half):
+        if options["form"] is Form.APART:  # As devices of a ring do.
+            prepared, rows = operation.mapped(inputs, half)
+        else:
+            prepared = operation.prepare(inputs, **options)
+            rows = operation.affine(inputs, prepared, half)
         *results, kept = operation.forward(inputs, prepared, start, case.scale)
         prepared = RESTORE[operation.__name__](inputs, kept)
         gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
-        m, u = operation.affine(inputs, prepared, start / 2)
         alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
-        got = dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True))
-        got = {name: np.asarray(x) for name, x in got.items()}
-        mapped = np.asarray(m, np.float64) @ (case.start / 2) + np.asarray(u, np.float64)
-        return got | {"mapped": mapped, "alone": np.asarray(alone)}
+        return dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True)), rows, alone
+
+    inputs = Inputs(q, k, v, case.log_decay, case.beta, tokens)
+    with interpret():
+        got, rows, alone = interpreted_callbacks.run(run_all, inputs, start, do, last, half)
+    # The rows of the map, those of U and below them those of M, are transposed.
+    columns = rows.astype(np.float64).swapaxes(-1, -2)
+    u, m = np.split(columns, [case.start.shape[-1]], axis=-1)
+    return got | {"mapped": m @ half + u, "alone": alone}
 
 
 def check(name, cases, family, **more):

@@ -86,7 +86,7 @@ def by_formulas(model, sequences):
         return numpy_jaxprs.traced(logits, weights)(weights)
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:2]))
+@pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:1]))
 def test_each_step_equals_whole_sequences(case):
     one, model = models(case["config"], case["sizes"], case["layout"])
     batch, new, extend = len(case["lengths"]), case["new"], case["extend"]

@@ -322,6 +322,23 @@ def matrix_products(program):
     return found
 
 
+# What a program has for free.
+_NO_LAUNCH = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "opt-barrier"}
+_NO_LAUNCH |= {"partition-id", "replica-id", "after-all"}
+_COLLECTIVE = re.compile("all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter|async")
+
+
+def small_launches(program):
+    """Names of main's operations but for Mosaic's kernels and collectives: a launch each."""
+    return [
+        x.name
+        for x in computations(program)["ENTRY"]
+        if x.opcode not in _NO_LAUNCH
+        and not _COLLECTIVE.match(x.opcode)
+        and not (x.opcode == "custom-call" and "mosaic" in x.rest)
+    ]
+
+
 def arrays_in_order(program):
     """``(name, opcode, dtype, elements)`` of each array that main's operations make, in order."""
     return [

@@ -107,10 +107,13 @@ def by_formulas(model, tokens, segments, cotangent):
     return out, without_head(gradients if config.lora is None else adapters_of(gradients))
 
 
+# Where the weights of layers are, by their mixers.
+STACKS = {"attention": "layers", "delta_net": "delta_net_layers"}
+
+
 def stacks_of(config):
     """Of each layer the weights that it is in, for :func:`plain_model.decoder`."""
-    names = {"attention": "layers", "delta_net": "delta_net_layers"}
-    return [names[kind.mixer] for kind in config.layer_kinds]
+    return [STACKS[kind.mixer] for kind in config.layer_kinds]
 
 
 def adapters_of(part):

@@ -48,11 +48,19 @@ def formula(weights, x, config, present):
     if config.lora is not None:
         logits = logits + config.lora.scale * xs @ router["kernel_lora_a"] @ router["kernel_lora_b"]
     scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-    chosen = jax.lax.stop_gradient(logits) >= jnp.sort(logits, -1)[:, [-experts.per_token]]
+    choice = jax.lax.stop_gradient(logits)
+    if experts.choice_bias or experts.groups > 1:
+        biased = jax.lax.stop_gradient(scores + weights.get("choice_bias", 0))
+        groups = biased.reshape(len(xs), experts.groups, -1)
+        best = jnp.sort(groups, -1)[:, :, -2:].sum(-1)
+        kept = best >= jnp.sort(best, -1)[:, [-experts.groups_per_token]]
+        choice = jnp.where(kept[:, :, None], groups, -1e9).reshape(choice.shape)
+    chosen = choice >= jnp.sort(choice, -1)[:, [-experts.per_token]]
     chosen = chosen & keep
     of_experts = jnp.where(chosen, scores, 0)
     if experts.normalize:
         of_experts = of_experts / jnp.maximum(of_experts.sum(-1, keepdims=True), 1e-9)
+    of_experts = experts.scale * of_experts
 
     def mlp(part, x, clamp=None):
         """Of all experts, whose kernels are stacked, or of the shared one."""

@@ -37,7 +37,8 @@ MARGIN = 1e-3
 
 def row(name: str) -> np.ndarray:
     """The row of a model."""
-    return _LONG_ROW if "linear_conv_kernel_dim" in golden(name)["config"] else TOKENS
+    keys = {"linear_conv_kernel_dim", "linear_attn_config"}
+    return TOKENS if keys.isdisjoint(golden(name)["config"]) else _LONG_ROW
 
 
 def kept(length: int) -> np.ndarray:

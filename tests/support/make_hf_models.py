@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -53,9 +54,14 @@ def store(name, config, shapes, **arrays):
     hf_models.golden.cache_clear()
 
 
-def with_cuts_of_published_files(shapes):
-    """transformers cuts Olmo Hybrid's convolutions in three equal parts when it saves them."""
-    cut = dict(shapes)
+def as_in_published_files(shapes):
+    """The shapes of files of transformers, whose forms of some tensors are others.
+
+    It cuts Olmo Hybrid's convolutions in three equal parts, and gives the MLPs of Kimi Linear's
+    dense layers the name of its mixtures.
+    """
+    dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
+    cut = {dense.sub("mlp.", name): shape for name, shape in shapes.items()}
     for name in shapes:
         if name.endswith("_conv1d.weight"):
             projection = name.replace("_conv1d", "_proj")
@@ -72,7 +78,7 @@ def make(name, config):
         transformers.AutoModelForCausalLM.from_config(read).save_pretrained(folder)
         with safe_open(folder / "model.safetensors", framework="numpy") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-        store(name, config, with_cuts_of_published_files(shapes))
+        store(name, config, as_in_published_files(shapes))
         found = logits(load(hf_models.write_folder(name, folder)), hf_models.row(name))
     store(name, config, hf_models.golden(name)["shapes"], **found)
     print(f"{name}: logits of {found['row'].std():.2f}")

@@ -185,7 +185,8 @@ def test_padding_of_another_id(padding_id):
 
         return loss
 
-    report = quick(batch, make_loss)
+    # Gradients of padding are the same with any id.
+    report = quick(batch, make_loss, gradients=padding_id < 0)
     assert report.passed
     assert not report.problems
     assert f"in segment {padding_id}: 6.2 % of the tokens" in str(report)

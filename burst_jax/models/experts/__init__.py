@@ -1,8 +1,8 @@
 """Mixture of experts: router, grouped products, expert parallelism, decoding.
 
-``mixture.py`` is the layer, ``config.py`` its sizes. ``rows.py`` sorts tokens by expert,
-``exchange.py`` sends them to the devices of their experts, ``chunks.py`` runs a part at a time, and
-``decoding.py`` a decoding step.
+``mixture.py`` is the layer, ``config.py`` its sizes, ``dense.py`` the feed-forward of other layers
+that have no experts. ``rows.py`` sorts tokens by expert, ``exchange.py`` sends them to the devices
+of their experts, ``chunks.py`` runs a part at a time, and ``decoding.py`` a decoding step.
 
 Arrays are indexed in these spaces, for T tokens of a device, k experts per token, and, if experts
 are on n devices, rounds of C assignments and S tokens per device, a token having at most m experts
@@ -22,4 +22,5 @@ on one device. ``a_of_b`` holds for each b its a; where there is none, an index 
 """
 
 from burst_jax.models.experts.config import Experts as Experts
+from burst_jax.models.experts.dense import DenseMLP as DenseMLP
 from burst_jax.models.experts.mixture import MixtureOfExperts as MixtureOfExperts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from burst_jax.errors import check_bool, check_integer, check_positive, shown
+from burst_jax.models.feed_forward import DecoderConfig, GatedMLP
 
 Score = Literal["softmax", "sigmoid"]
 _MAX_EXPERTS = 65536
@@ -18,7 +19,8 @@ class Experts:
 
     Attributes:
       count: number of experts, E.
-      per_token: number of experts that a token is sent to, k: those with the largest logits.
+      per_token: number of experts that a token is sent to, k: those with the largest logits; with
+        ``choice_bias`` or groups those with the largest sum of score and bias.
       score: function of the router's logits that weights the experts' outputs: "softmax" over all
         experts, or "sigmoid" of each.
       normalize: whether a token's k weights are divided by their sum. For "softmax" this is the
@@ -40,9 +42,19 @@ class Experts:
         device sends tokens to each other device at a time, as a multiple of the mean. If a device
         has more, further exchanges follow; none is dropped. The experts' rows in memory are
         proportional to it. None sends all at once, in memory for all tokens of all devices.
+      choice_bias: whether each expert has a float32 weight that is added to its scores in the
+        choice of a token's experts, and not in their weights: the correction that balances loads
+        without a loss (Wang et al. 2024, arXiv 2408.15664; DeepSeek V3). It has no gradient, and
+        AdamW leaves it as it is: the rule that updates it by the loads is not implemented.
+      groups: number of groups of consecutive experts. A token is sent to experts of
+        ``groups_per_token`` of them: those with the largest sum of their two largest scores, biases
+        included (DeepSeek V3, arXiv 2412.19437, section 2.1.2).
+      groups_per_token: see ``groups``.
+      scale: factor on a token's k weights, after they are normalized.
 
     Raises:
-      ValueError: a number out of range, an unknown score, or a bool's field that is none.
+      ValueError: a number out of range, an unknown score, a bool's field that is none, or groups
+        that do not fit the experts.
     """
 
     count: int
@@ -56,6 +68,10 @@ class Experts:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     capacity_factor: float | None = 1.5
+    choice_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_integer("count", self.count, 1, _MAX_EXPERTS)
@@ -72,6 +88,8 @@ class Experts:
             raise ValueError(
                 f"score is {shown(self.score)}: use one of {str(get_args(Score))[1:-1]}"
             )
+        check_positive("scale", self.scale)
+        self._check_groups()
         if self.clamp is not None:
             check_positive("clamp", self.clamp, also=", or None")
         if self.capacity_factor is not None:
@@ -82,3 +100,38 @@ class Experts:
                 raise ValueError(
                     f"{name} is {shown(value)}: it must be 0, which is none, or positive and finite"
                 )
+
+    def _check_groups(self) -> None:
+        """Raises ValueError for groups that do not fit the experts."""
+        check_integer("groups", self.groups, 1, self.count)
+        check_integer("groups_per_token", self.groups_per_token, 1, self.groups)
+        size = self.count // self.groups
+        if self.count % self.groups or (self.groups > 1 and size < 2):
+            raise ValueError(
+                f"groups is {self.groups}, count {self.count}: each group needs the same number of "
+                "experts, at least 2; use a divisor of count"
+            )
+        if self.per_token > self.groups_per_token * size:
+            raise ValueError(
+                f"per_token is {self.per_token}, and {self.groups_per_token} of {self.groups} "
+                f"groups have {self.groups_per_token * size} experts: use more groups_per_token, "
+                "or fewer experts per token"
+            )
+
+    @property
+    def chooses_by_logits(self) -> bool:
+        """Whether a token's experts are those with the largest logits."""
+        return not self.choice_bias and self.groups == self.groups_per_token
+
+
+def dense_config(config: DecoderConfig, hidden: int) -> DecoderConfig:
+    """The config of a gated MLP of so many hidden features, in a decoder with experts."""
+    kinds: Any = (dataclasses.replace(kind, dense=False) for kind in config.layer_pattern)
+    return dataclasses.replace(
+        config,
+        mlp_dim=hidden,
+        dense_dim=None,
+        layer_pattern=tuple(kinds),
+        experts=None,
+        feed_forward=GatedMLP,
+    )

@@ -12,7 +12,6 @@ router's scores. Routing does not depend on the order of the tokens, so any sequ
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -27,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_jax.layers.lora import add_adapter
 from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.experts.chunks import run_chunked
+from burst_jax.models.experts.config import dense_config
 from burst_jax.models.experts.decoding import can_decode, largest, run_decoding
 from burst_jax.models.experts.exchange import owner_tables, run_exchanged
 from burst_jax.models.experts.rows import copied, moved, of_groups, routes_of, sizes_of, summed
@@ -71,6 +71,7 @@ class MixtureOfExperts(FeedForward):
     weight_axes: ClassVar[Mapping[tuple[str, ...], LogicalAxes]] = {
         ("router", "kernel"): (None, None),
         ("router", "bias"): (None,),
+        ("choice_bias",): (None,),
         ("gate", "kernel"): ("expert", "embed", "mlp"),
         ("up", "kernel"): ("expert", "embed", "mlp"),
         ("down", "kernel"): ("expert", "mlp", "embed"),
@@ -97,12 +98,13 @@ class MixtureOfExperts(FeedForward):
             d, experts.count, use_bias=experts.router_bias, dtype=jnp.float32, param_dtype=dtype,
             kernel_init=init, rngs=rngs,
         )  # fmt: skip
+        # Not named kernel, so that it has no weight decay.
+        bias_of_choice = jnp.zeros((experts.count,), jnp.float32)
+        self.choice_bias = nnx.Param(bias_of_choice) if experts.choice_bias else None
         self.gate = _Matrices(experts.count, d, m, bias, dtype, init, rngs)
         self.up = _Matrices(experts.count, d, m, bias, dtype, init, rngs)
         self.down = _Matrices(experts.count, m, d, bias, dtype, out_init, rngs)
-        dense = dataclasses.replace(
-            config, mlp_dim=experts.shared_dim or 1, experts=None, feed_forward=GatedMLP
-        )
+        dense = dense_config(config, experts.shared_dim or 1)
         shared = GatedMLP(dense, out_init=out_init, rngs=rngs) if experts.shared_dim else None
         self.shared = nnx.data(shared)
         gate = None
@@ -234,7 +236,7 @@ class MixtureOfExperts(FeedForward):
 
     @classmethod
     def auxiliary(cls, config: DecoderConfig, sums: Any) -> Auxiliary:
-        """Load-balancing loss and z-loss, both means over the layers.
+        """Load-balancing loss and z-loss, both means over the layers with experts.
 
         The metrics are ``balance_loss`` and ``router_z_loss``, without their coefficients, and
         ``max_expert_load``: the largest number of tokens of an expert in any layer, as a multiple
@@ -245,8 +247,9 @@ class MixtureOfExperts(FeedForward):
         experts = config.experts
         assigned = jnp.maximum(jnp.sum(sums.counts, -1, keepdims=True), 1)
         share, tokens = sums.counts / assigned, assigned / experts.per_token
-        balance = experts.count * jnp.mean(jnp.sum(share * sums.scores / tokens, -1))
-        z = jnp.mean(sums.z / tokens[:, 0])
+        layers = len(sums.z) - sum(kind.dense for kind in config.layer_kinds)
+        balance = experts.count * jnp.sum(share * sums.scores / tokens) / layers
+        z = jnp.sum(sums.z / tokens[:, 0]) / layers
         metrics = {
             "balance_loss": balance,
             "router_z_loss": z,
@@ -266,16 +269,22 @@ class MixtureOfExperts(FeedForward):
             logits = add_adapter(self.router, x, logits.reshape(*x.shape[:2], -1))
             logits = logits.reshape(-1, experts.count)
         scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-        if self._same_tokens is not None and logits.size * experts.count <= _COMPARISONS:
+        choice = logits if experts.chooses_by_logits else self._choice(scores)
+        few = self._same_tokens is not None and logits.size * experts.count <= _COMPARISONS
+        if few and experts.chooses_by_logits:
             values, chosen = largest(logits, experts.per_token)
             weights = self._weights_of(values, logits)
         else:
-            _, chosen = lax.top_k(lax.stop_gradient(logits), experts.per_token)
+            _, chosen = (largest if few else lax.top_k)(
+                lax.stop_gradient(choice), experts.per_token
+            )
             # Stored: a recomputation that rounds otherwise would order other rows.
             chosen = checkpoint_name(chosen.astype(jnp.int32), ROUTES)
             weights = jnp.take_along_axis(scores, chosen, 1)
             if experts.normalize:
                 weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+        if experts.scale != 1:
+            weights = weights * np.float32(experts.scale)
         # Padding has no weights, and is left out of the sums.
         kept = np.float32(1) if present is None else present[:, None].astype(jnp.float32)
         normalized = scores
@@ -288,6 +297,19 @@ class MixtureOfExperts(FeedForward):
             z=jnp.sum(squared * kept),
         )
         return weights * kept, chosen, sums
+
+    def _choice(self, scores: jax.Array) -> jax.Array:
+        """By what a token's experts are chosen, ``[n, E]``; -inf for experts of other groups."""
+        experts = self.config.experts
+        if self.choice_bias is not None:
+            scores = scores + self.choice_bias[...].astype(jnp.float32)
+        if experts.groups == experts.groups_per_token:
+            return scores
+        grouped = scores.reshape(scores.shape[0], experts.groups, -1)
+        best, _ = lax.top_k(lax.stop_gradient(grouped), 2)
+        _, kept = lax.top_k(best.sum(-1), experts.groups_per_token)
+        is_kept = (kept[:, :, None] == np.arange(experts.groups, dtype=kept.dtype)).any(1)
+        return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
     def _weights_of(self, values: jax.Array, logits: jax.Array) -> jax.Array:
         """The weights of the chosen experts from their logits ``[n, k]``, for decoding."""

@@ -147,7 +147,7 @@ def config_json(
     if config.hf_config is not None:
         given, family = loaded_from(config.hf_config)
         if max_length is not None:
-            given["max_position_embeddings"] = max_length
+            given[family.length_key] = max_length
         known = {key: value for key, value in given.items() if key in family.known}
         loaded = family.read(check_fields(family.completed(known)))
         if not (changed := _differing(loaded, config)):
@@ -157,7 +157,7 @@ def config_json(
             f"hf_config has model_type {family.model_type!r}, from which {', '.join(changed)} "
             "differ: restore these fields, or those that differ from another family"
         )
-        max_length = known.get("max_position_embeddings")
+        max_length = known.get(family.length_key)
     if max_length is None:
         raise ValueError(
             "max_length is None: config.json has a number of positions, which a decoder that was "

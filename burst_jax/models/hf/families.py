@@ -1,6 +1,7 @@
 """The model families. A new one is one more :class:`Family` in this file.
 
-Those with layers of linear attention are in :mod:`burst_jax.models.hf.hybrids`.
+Those with layers of linear attention are in :mod:`burst_jax.models.hf.hybrids`, Kimi Linear in
+:mod:`burst_jax.models.hf.kimi`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from burst_jax.models.hf.common import (
 )
 from burst_jax.models.hf.family import LAYER, NAMES, Family, Fused, Multimodal, Names
 from burst_jax.models.hf.hybrids import HYBRIDS
+from burst_jax.models.hf.kimi import KIMI
 from burst_jax.models.hf.mxfp4 import MXFP4
 from burst_jax.models.hf.ropes import FULL, SLIDING
 
@@ -251,4 +253,4 @@ _ALL: tuple[Family, ...] = (
         ),
     ),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *HYBRIDS)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_ALL, *HYBRIDS, KIMI)}

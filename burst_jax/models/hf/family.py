@@ -37,10 +37,28 @@ class Fused(NamedTuple):
     experts: bool = False
 
 
+class Shaped(NamedTuple):
+    """A tensor that is stored flattened, with dimensions of size 1 around it.
+
+    Attributes:
+      name: its name.
+      before: number of dimensions of size 1 before that of the elements.
+      after: number of those after it.
+    """
+
+    name: str
+    before: int
+    after: int
+
+
 # A weight's path in nnx.state(decoder), and its tensor's name; {layer} is the layer's index, and
 # {expert} the expert's where each has a tensor.
-Names = Mapping[tuple[str, ...], str | Fused]
+Names = Mapping[tuple[str, ...], str | Fused | Shaped]
+# A field of a dataclass, or several with the same value, that a key sets.
+Fields = str | tuple[str, ...]
 
+# The types of feed-forwards, in mlp_layer_types.
+DENSE, SPARSE = "dense", "sparse"
 # By their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -100,13 +118,19 @@ class Family:
       experts: fields of :class:`burst_jax.models.Experts` that are the value of a key; of two keys
         of one field, the last one that is not null. Empty without experts.
       expert_fields: other fields of it, with the same value in all models.
-      linear: fields of :class:`burst_jax.models.DeltaNet` that are the value of a key. Empty
-        without layers of linear attention.
+      linear: fields of ``linear_type`` that are the value of a key. Empty without layers of linear
+        attention.
       linear_fields: other fields of it, with the same value in all models.
+      linear_type: the sizes of these layers, a :class:`burst_jax.models.DeltaNet`.
       norms: norms of the layers with softmax attention (:class:`burst_jax.models.LayerKind`).
       ropes: what its RoPE may be.
       derive: ``config.json``, with defaults, to the values of keys that are null there.
+      adjust: ``config.json`` and the fields of ``DecoderConfig`` that were read from it, to fields
+        that replace some of these or are added.
+      finish: the keys of a ``config.json`` and the decoder's config, to the keys that are written.
+      length_key: the key of the largest number of positions.
       tensor_name: a stored name to a tensor's name, or None to skip the tensor.
+      module_name: a projection's name in the files to its name in transformers, for adapters.
       other_forms: other forms of its tensors that files may have.
       quantization: ``quant_method`` of quantized tensors that loading dequantizes, or None.
       multimodal: the model of text and images with this family's language models.
@@ -126,12 +150,21 @@ class Family:
     ignored: Collection[str] = ()
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expert_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    linear: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    linear: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
     linear_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    linear_type: type[DeltaNet] = DeltaNet
     norms: Norms | None = None
     ropes: RopeForms = dataclasses.field(default_factory=RopeForms)
     derive: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
+    adjust: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = (
+        lambda values, fields: {}
+    )
+    finish: Callable[[dict[str, Any], DecoderConfig], dict[str, Any]] = lambda written, config: (
+        written
+    )
+    length_key: str = "max_position_embeddings"
     tensor_name: Callable[[str], str | None] = str
+    module_name: Callable[[str], str] = str
     other_forms: tuple[OtherForm, ...] = ()
     quantization: str | None = None
     multimodal: Multimodal | None = None
@@ -154,7 +187,7 @@ class Family:
         missing = [key for key, value in values.items() if value is None]
         derived = self.derive(values)
         values = {**values, **{key: derived[key] for key in missing if key in derived}}
-        heads, head_dim = values["num_attention_heads"], values["head_dim"]
+        heads, head_dim = values["num_attention_heads"], values.get("head_dim")
         fields = {field: values[key] for key, field in self._field_keys.items()}
         fields |= {
             "num_kv_heads": values["num_key_value_heads"] or heads,
@@ -180,9 +213,10 @@ class Family:
             fields["experts"] = _made(Experts, values, self.experts, self.expert_fields, needed)
             fields["feed_forward"] = MixtureOfExperts
         if any(kind.mixer == "delta_net" for kind in fields["layer_pattern"]):
-            needed = self.linear.values()
-            fields["delta_net"] = _made(DeltaNet, values, self.linear, self.linear_fields, needed)
-        return DecoderConfig(**fields | dict(self.fields))
+            needed = [field for given in self.linear.values() for field in _each(given)]
+            of_linear = values, self.linear, self.linear_fields, needed
+            fields["delta_net"] = _made(self.linear_type, *of_linear)
+        return DecoderConfig(**fields | dict(self.fields) | self.adjust(values, fields))
 
     def write(self, config: DecoderConfig, max_length: int) -> dict[str, Any]:
         """A ``config.json`` that :meth:`read` reads as ``config``, if the family can express it."""
@@ -200,7 +234,7 @@ class Family:
         written |= {
             "num_key_value_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
-            "max_position_embeddings": max_length,
+            self.length_key: max_length,
             self._activation_key: activations[config.activation],
             "attention_bias": config.out_bias,
             "use_sliding_window": bool(windows),
@@ -213,11 +247,13 @@ class Family:
             raise NotImplementedError(f"{self.model_type} cannot express experts={config.experts}")
         written |= {key: getattr(config.experts, field) for key, field in self.experts.items()}
         if config.delta_net is not None:
-            written |= {key: getattr(config.delta_net, field) for key, field in self.linear.items()}
+            of_linear = ((key, _each(given)[0]) for key, given in self.linear.items())
+            written |= {key: getattr(config.delta_net, field) for key, field in of_linear}
+        written = {key: value for key, value in written.items() if key in self.known}
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{key: value for key, value in written.items() if key in self.known},
+            **self.finish(written, config),
         }
 
     @property
@@ -258,13 +294,24 @@ class Family:
             SLIDING: LayerKind(window, ropes[SLIDING], norms=self.norms),
             LINEAR: LayerKind(mixer="delta_net"),
         }
-        return tuple(kinds[kind] for kind in types)
+        dense = [False] * count
+        if (of_mlp := values.get("mlp_layer_types")) is not None:
+            if len(of_mlp) != count or not {*of_mlp} <= {DENSE, SPARSE}:
+                raise ValueError(
+                    f"config.json's mlp_layer_types is {shown(of_mlp)}: it needs {count} entries, "
+                    f"each {DENSE!r} or {SPARSE!r}"
+                )
+            dense = [kind == DENSE for kind in of_mlp]
+        return tuple(
+            dataclasses.replace(kinds[kind], dense=is_dense)
+            for kind, is_dense in zip(types, dense, strict=True)
+        )
 
 
 def _made[Sizes](
     make: type[Sizes],
     values: Mapping[str, Any],
-    keys: Mapping[str, str],
+    keys: Mapping[str, Fields],
     others: Mapping[str, Any],
     needed: Collection[str],
 ) -> Sizes:
@@ -280,17 +327,26 @@ def _made[Sizes](
     Raises:
       ValueError: they do not fit together, or one is missing; with the keys, not the fields.
     """
-    given = {field: values[key] for key, field in keys.items() if values[key] is not None}
+    given = {
+        field: values[key]
+        for key, fields in keys.items()
+        for field in _each(fields)
+        if values[key] is not None
+    }
     of_keys = ", ".join(f"{key} {shown(values[key])}" for key in keys)
     for field in needed:
         if field in given or field in others:
             continue
-        names = [key for key, of in keys.items() if of == field]
+        names = [key for key, of in keys.items() if field in _each(of)]
         raise ValueError(f"config.json has {' or '.join(names)} null: it must be a number")
     try:
         return make(**given | dict(others))
     except ValueError as error:
         raise ValueError(f"config.json has {of_keys}: {error}") from None
+
+
+def _each(fields: Fields) -> tuple[str, ...]:
+    return (fields,) if isinstance(fields, str) else fields
 
 
 def _type(kind: LayerKind) -> str:

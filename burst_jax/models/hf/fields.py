@@ -13,7 +13,8 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
     "max_position_embeddings",
     "full_attention_interval",
-    "linear_conv_kernel_dim",
+    "model_max_length",
+    *("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
 )
 # Null where transformers computes them from others, or where there is none.
 _OPTIONAL_SIZES = (
@@ -21,10 +22,13 @@ _OPTIONAL_SIZES = (
     *("sliding_window_pattern", "_sliding_window_pattern"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "shared_expert_intermediate_size",
-    *("linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
+    *("num_experts_per_token", "num_expert_group", "topk_group"),
 )
-_NUMBERS = ("rms_norm_eps", "rope_local_base_freq")
+# These may be 0.
+_COUNTS = ("max_window_layers", "first_k_dense_replace", "num_shared_experts", "qk_rope_head_dim")
+_NUMBERS = ("rms_norm_eps", "rope_local_base_freq", "routed_scaling_factor")
 _OPTIONAL_NUMBERS = (
     "swiglu_limit",
     *("rope_theta", "partial_rotary_factor", "query_pre_attn_scalar"),
@@ -32,8 +36,9 @@ _OPTIONAL_NUMBERS = (
 )
 _BOOLEANS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
-    *("norm_topk_prob", "linear_allow_neg_eigval"),
+    *("norm_topk_prob", "linear_allow_neg_eigval", "moe_renormalize"),
 )
+_LISTS = ("layer_types", "mlp_layer_types")
 
 
 def ignoring(names: Sequence[str]) -> str:
@@ -57,7 +62,7 @@ def check_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             check_integer(key, value, 1, MAX_SIZE)
         elif key == "num_hidden_layers":
             check_integer(key, value, 1, MAX_LAYERS)
-        elif key == "max_window_layers":
+        elif key in _COUNTS:
             check_integer(key, value, 0, MAX_SIZE)
         elif key in (*_NUMBERS, *_OPTIONAL_NUMBERS):
             check_positive(key, value)
@@ -65,14 +70,14 @@ def check_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             if not (value is None or isinstance(value, bool)):
                 raise ValueError(f"{key} is {shown(value)}: it must be true or false")
             checked[key] = bool(value)
-        elif key == "layer_types" and value is not None and not isinstance(value, list):
+        elif key in _LISTS and value is not None and not isinstance(value, list):
             raise ValueError(f"{key} is {shown(value)}: it must be a list")
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads is not None and heads % kv_heads:
         raise ValueError(
             f"num_attention_heads is {heads}, num_key_value_heads {kv_heads}: it must be a multiple"
         )
-    if values["head_dim"] is None and heads > values["hidden_size"]:
+    if values.get("head_dim") is None and heads > values["hidden_size"]:
         raise ValueError(
             f"num_attention_heads is {heads}, hidden_size {values['hidden_size']}: there is no "
             "feature for each head"

@@ -80,8 +80,9 @@ def load(
     """Loads a decoder from a Hugging Face checkpoint.
 
     Supported families: llama (Llama 2 and 3), mistral, qwen2 (with Qwen 2.5), qwen3, qwen3_moe,
-    qwen3_next, qwen3_5_text, qwen3_5_moe_text, olmo_hybrid, mixtral, gpt_oss (MXFP4 experts are
-    dequantized), gemma2, gemma3_text, and the language models of qwen3_5, qwen3_5_moe and gemma3.
+    qwen3_next, qwen3_5_text, qwen3_5_moe_text, olmo_hybrid, kimi_linear, mixtral, gpt_oss (MXFP4
+    experts are dequantized), gemma2, gemma3_text, and the language models of qwen3_5, qwen3_5_moe
+    and gemma3.
     Each process reads the slices that its devices hold, one weight after the other, so host memory
     holds at most one weight with all its layers in addition to the model.
 

@@ -35,7 +35,7 @@ from burst_jax.models.config import MAX_SIZE, DecoderConfig
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.hf.config import config_json, loaded_from
 from burst_jax.models.hf.families import FAMILIES
-from burst_jax.models.hf.family import LAYER, Family, Fused
+from burst_jax.models.hf.family import LAYER, Family, Fused, Shaped
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors, read_weight
 from burst_jax.models.hf.save import in_order, write_folder
@@ -75,7 +75,7 @@ _KNOWN = frozenset(
     )
 )
 # The names in transformers of the projections with adapters, by their paths.
-Adapted = Mapping[tuple[str, ...], str | Fused]
+Adapted = Mapping[tuple[str, ...], str | Fused | Shaped]
 
 
 def save_adapter(
@@ -113,7 +113,7 @@ def save_adapter(
         raise ValueError("model has no adapters: add some with add_lora; save writes a whole model")
     family, adapted = _checked(config, base)
     arrays = flat_weights(nnx.state(model, nnx.LoRAParam))
-    ranks, alphas = _patterns(adapted, lora)
+    ranks, alphas = _patterns(adapted, family, lora)
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,7 +121,7 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": _number(_alpha(lora)),
         "target_modules": sorted(
-            {_module(kernel).rsplit(".", 1)[-1] for kernel in adapted.values()}
+            {_module(kernel, family).rsplit(".", 1)[-1] for kernel in adapted.values()}
         ),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -137,7 +137,7 @@ def save_adapter(
     }
     fused = any(isinstance(kernel, Fused) for kernel in adapted.values())
     metadata = {_PARTS: ",".join(config.adapted)} if fused else {}
-    weights = _weights(arrays, model, family, _own_ranks(adapted, lora.rank))
+    weights = _weights(arrays, model, family, _own_ranks(adapted, family, lora.rank))
     files = {TENSORS: list(in_order(weights))}
     texts = {CONFIG: written}
     write_folder(Path(folder), files, arrays, jnp.dtype(dtype), texts, metadata)
@@ -185,7 +185,9 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     stabilized = bool(given.get("use_rslora"))
     lora = Lora(given["r"], float(given["lora_alpha"]), targets, stabilized)
     adapted = _adapted(dataclasses.replace(model.config, lora=lora), family)
-    _check_patterns(folder / CONFIG, given, _patterns(adapted, lora) if keeps_parts else ({}, {}))
+    _check_patterns(
+        folder / CONFIG, given, _patterns(adapted, family, lora) if keeps_parts else ({}, {})
+    )
     graphdef, shapes = abstract_like(model, lora=lora)
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
@@ -193,7 +195,7 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     adapters, _ = nnx.split_state(shapes, nnx.LoRAParam, ...)
     ranks = dict.fromkeys(adapted, Inputs(0, lora.rank))
     if keeps_parts:
-        ranks = _own_ranks(adapted, lora.rank)
+        ranks = _own_ranks(adapted, family, lora.rank)
     weights = _weights(flat_weights(adapters), model, family, ranks)
     check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe", _MERGE)
     values = {
@@ -246,27 +248,30 @@ def _adapted(config: DecoderConfig, family: Family) -> Adapted:
     }
 
 
-def _parts(adapted: Adapted) -> dict[str, list[tuple[str, ...]]]:
+def _parts(adapted: Adapted, family: Family) -> dict[str, list[tuple[str, ...]]]:
     """The paths of the adapted projections that are one in transformers, by its name there."""
     parts: dict[str, list[tuple[str, ...]]] = {}
     for path, kernel in adapted.items():
         # A projection of both stacks has one name, and a tensor in each of their layers.
-        parts.setdefault(f"{path[0]} {_module(kernel)}", []).append(path)
+        parts.setdefault(f"{path[0]} {_module(kernel, family)}", []).append(path)
     return parts
 
 
-def _own_ranks(adapted: Adapted, rank: int) -> dict[tuple[str, ...], Inputs]:
+def _own_ranks(adapted: Adapted, family: Family, rank: int) -> dict[tuple[str, ...], Inputs]:
     """Which of the ranks of peft's adapter are those of each projection."""
     return {
         path: Inputs(i * rank, len(paths) * rank)
-        for paths in _parts(adapted).values()
+        for paths in _parts(adapted, family).values()
         for i, path in enumerate(paths)
     }
 
 
-def _patterns(adapted: Adapted, lora: Lora) -> tuple[dict[str, int], dict[str, float]]:
+def _patterns(
+    adapted: Adapted, family: Family, lora: Lora
+) -> tuple[dict[str, int], dict[str, float]]:
     """peft's rank and alpha of modules whose rank is not ``lora.rank``; their scale is the same."""
-    counts = {_module(adapted[paths[0]]): len(paths) for paths in _parts(adapted).values()}
+    parts = _parts(adapted, family).values()
+    counts = {_module(adapted[paths[0]], family): len(paths) for paths in parts}
     counts = {module: count for module, count in counts.items() if count > 1}
     ranks = {module: count * lora.rank for module, count in counts.items()}
     grown = {n: math.sqrt(n) if lora.rank_stabilized else n for n in counts.values()}
@@ -321,7 +326,7 @@ def _weights(
     of_kernels, weights = {weight.path: weight for weight in found}, []
     for path, array in arrays.items():
         kernel, own = of_kernels[*path[:-1], "kernel"], ranks[path[:-1]]
-        names = tuple(_stem(name) + _ENDS[path[-1]] for name in kernel.names)
+        names = tuple(_stem(name, family) + _ENDS[path[-1]] for name in kernel.names)
         weight = kernel._replace(path=path, names=names, shape=tuple(array.shape[1:]), inputs=1)
         if path[-1] == LORA_A:
             outputs = Outputs(1, own.total, own.start, array.shape[-1])
@@ -334,15 +339,15 @@ def _weights(
 _ENDS = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 
 
-def _stem(kernel: str) -> str:
+def _stem(kernel: str, family: Family) -> str:
     """The names of a projection's adapter, without their ends."""
-    return "base_model.model." + kernel.removesuffix("weight")
+    return "base_model.model." + family.module_name(kernel.removesuffix("weight"))
 
 
-def _module(kernel: str | Fused) -> str:
+def _module(kernel: str | Fused | Shaped, family: Family) -> str:
     """A projection's name in a layer of transformers, as ``self_attn.q_proj``."""
-    name = kernel.name if isinstance(kernel, Fused) else kernel
-    return name.removeprefix(LAYER).removesuffix(".weight")
+    name = (kernel if isinstance(kernel, str) else kernel.name).removesuffix("weight")
+    return family.module_name(name).removeprefix(LAYER).removesuffix(".")
 
 
 def _targets(files: TensorFiles, config: DecoderConfig, family: Family) -> tuple[str, ...]:
@@ -351,7 +356,7 @@ def _targets(files: TensorFiles, config: DecoderConfig, family: Family) -> tuple
     for stack, layers in layers_of_stacks(config).items():
         for path, kernel in family.names.items():
             if path[0] == stack and path[-1] == "kernel" and path[-2] in PROJECTIONS:
-                name = _stem(kernel.name if isinstance(kernel, Fused) else kernel)
+                name = _stem(kernel if isinstance(kernel, str) else kernel.name, family)
                 names_of = (name.format(layer=i, expert=0) + _ENDS[LORA_A] for i in layers)
                 if any(each in files.names for each in names_of):
                     found.add(path[-2])

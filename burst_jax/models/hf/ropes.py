@@ -43,11 +43,13 @@ class RopeForms(NamedTuple):
       partial: whether it may be of part of them.
       absent: whether layers may have none, where the base is null.
       ignored: options that do not change the angles of text.
+      none: whether no layer has one, so that its keys are not read.
     """
 
     partial: bool = False
     absent: bool = False
     ignored: Collection[str] = ()
+    none: bool = False
 
 
 def read_ropes(
@@ -62,6 +64,8 @@ def read_ropes(
       ValueError: an option is missing; ``rope_scaling`` and ``rope_parameters`` disagree; one of
         them has the other's form.
     """
+    if forms.none:
+        return dict.fromkeys((FULL, SLIDING), Rope(fraction=0.0))
     scaling, parameters = (_object(values, key) for key in ("rope_scaling", "rope_parameters"))
     scaling, parameters = (without_keys(given, forms.ignored) for given in (scaling, parameters))
     bases = {kind: _base(values, kind, thetas, forms) for kind in (FULL, SLIDING)}
@@ -193,6 +197,8 @@ def write_ropes(ropes: Mapping[str, Rope], forms: RopeForms, *, per_type: bool) 
     them, as it has no more than a base for sliding layers. ``per_type`` is whether the family has a
     RoPE per type of layer.
     """
+    if forms.none:
+        return {}
     new = {kind: _rope_json(rope) for kind, rope in ropes.items()}
     if forms.partial:
         for kind, rope in ropes.items():

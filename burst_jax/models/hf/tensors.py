@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.hf.family import Family, Fused
-from burst_jax.models.weights import STACKS, flat_weights
+from burst_jax.models.hf.family import Family, Fused, Shaped
+from burst_jax.models.weights import flat_weights
 
 
 class Outputs(NamedTuple):
@@ -78,6 +78,7 @@ class Weight(NamedTuple):
       fused: the tensor that it is a part of, or None.
       outputs: its outputs in the tensor, or None if they are all.
       within: its inputs in the tensor, or None if they are all.
+      ones: numbers of dimensions of size 1 before and after the elements of a flattened weight.
     """
 
     path: tuple[str, ...]
@@ -89,12 +90,15 @@ class Weight(NamedTuple):
     fused: Fused | None = None
     outputs: Outputs | None = None
     within: Inputs | None = None
+    ones: tuple[int, int] = (0, 0)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
         if self.inputs is None:
-            return self.shape if self.path == ("embedding",) else (math.prod(self.shape),)
+            if self.path == ("embedding",):
+                return self.shape
+            return self._flattened(math.prod(self.shape), 1)
         experts, inputs, outputs = self._sizes
         if self.outputs is not None:
             outputs = self.outputs.groups * self.outputs.period
@@ -107,7 +111,7 @@ class Weight(NamedTuple):
         if self.path == ("embedding",):
             return index
         if self.inputs is None:
-            return (_flat_slice(self.shape, index),)
+            return self._flattened(_flat_slice(self.shape, index), slice(0, 1))
         experts, inputs, outputs = (
             _flat_slice(self.shape[part], index[part]) for part in self._parts
         )
@@ -159,6 +163,11 @@ class Weight(NamedTuple):
     def _is_convolution(self) -> bool:
         return self.path[-1].endswith("_conv")
 
+    def _flattened[T](self, elements: T, one: T) -> tuple[T, ...]:
+        """The dimensions of a flattened weight's tensor; ``one`` is one of size 1."""
+        before, after = self.ones
+        return (*[one] * before, elements, *[one] * after)
+
     def _arranged[T](self, experts: T, inputs: T, outputs: T, one: T) -> tuple[T, ...]:
         """In the order of the tensor's dimensions; ``one`` is of a dimension of size 1."""
         fused = self.fused
@@ -196,7 +205,8 @@ def weights_at(
     for path, leaf in arrays.items():
         given = family.names[path]
         fused = given if isinstance(given, Fused) else None
-        name = given.name if isinstance(given, Fused) else given
+        name = given if isinstance(given, str) else given.name
+        ones = (given.before, given.after) if isinstance(given, Shaped) else (0, 0)
         own = layers.get(path[0], ())
         count = 0 if not own else 2 if "{expert}" in name else 1
         leading, shape = leaf.shape[:count], leaf.shape[count:]
@@ -204,7 +214,7 @@ def weights_at(
             name.format(layer=own[index[0]], expert=index[-1]) if index else name
             for index in np.ndindex(*leading)
         )
-        weight = Weight(path, names, leading, own, shape, _inputs(path), fused)
+        weight = Weight(path, names, leading, own, shape, _inputs(path), fused, ones=ones)
         weights.append(weight)
     by_path = {weight.path: weight for weight in weights}
     return [
@@ -217,10 +227,10 @@ def weights_at(
 
 def layers_of_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The indices in the decoder of the layers of each stack."""
-    mixers = [kind.mixer for kind in config.layer_kinds]
+    stacks = [kind.stack for kind in config.layer_kinds]
     return {
-        STACKS[mixer]: tuple(layer for layer, each in enumerate(mixers) if each == mixer)
-        for mixer in config.mixers
+        stack.name: tuple(layer for layer, each in enumerate(stacks) if each == stack)
+        for stack in config.stacks
     }
 
 

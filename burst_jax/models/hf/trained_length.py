@@ -23,7 +23,7 @@ def trained_length(config: DecoderConfig) -> int | None:
     if config.hf_config is None:
         return None
     given, family = loaded_from(config.hf_config)
-    length = {**family.defaults, **given}.get("max_position_embeddings")
+    length = {**family.defaults, **given}.get(family.length_key)
     if length is None:
         return None
     for rope in config.layer_ropes:

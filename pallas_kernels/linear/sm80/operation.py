@@ -12,7 +12,6 @@ import jax
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors
 from pallas_kernels.linear.families import (
-    affine_map,
     gradients_of,
     transposed,
     unmarked,
@@ -75,13 +74,19 @@ def forward(
     return zeros_in_padding(inputs, o), transposed(last), Prepared(vectors, chunks)
 
 
-def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
+def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> jax.Array:
+    """The rows of the map, those of the last state and of M, transposed; no bytes are moved."""
     vectors, chunks = prepared
     chunks = chunks_of(inputs.q, inputs.k, vectors) if chunks is None else chunks
     given = _scan_inputs(inputs, Prepared(vectors, chunks), with_identity(start))
     _, _, last = scan(given, 0.0, Mode.LAST)
-    return affine_map(last)
+    return last
+
+
+def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
+    """:func:`prepare` and :func:`affine`."""
+    prepared = prepare(inputs)
+    return prepared, affine(inputs, prepared, start)
 
 
 def first_state_gradient(
@@ -151,7 +156,7 @@ MOSAIC_SM80 = Implementation(
     name="mosaic_sm80",
     prepare=unmarked(prepare),
     forward=unmarked(forward),
-    affine=unmarked(affine),
+    mapped=unmarked(mapped),
     restore=lambda inputs, kept: kept,
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),

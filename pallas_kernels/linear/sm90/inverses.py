@@ -71,13 +71,19 @@ def invert(a: Any, x: Any, vectors: Any, scaled: Any) -> None:
     scaled[...] = (inverses * along_columns(vectors, BETA - LOG)).astype(jnp.bfloat16)
 
 
-def inverses(k: jax.Array, vectors: jax.Array, first: jax.Array | None = None) -> jax.Array:
+def inverses(
+    k: jax.Array,
+    vectors: jax.Array,
+    first: jax.Array | None = None,
+    later: jax.Array | None = None,
+) -> jax.Array:
     """X beta, bfloat16 ``[B, N, T, 64]``.
 
     Args:
       k: bfloat16 ``[B, T, K, 128]``.
       vectors: :func:`pallas_kernels.linear.chunks.chunk_vectors`.
       first: chunks before it are left out, int32 ``[B, N]``; None is 0.
+      later: X beta from ``first`` on, to which the chunks that were left out are added in place.
     """
     batch, heads, chunks, _ = vectors.shape
     groups = heads // k.shape[2]
@@ -87,7 +93,9 @@ def inverses(k: jax.Array, vectors: jax.Array, first: jax.Array | None = None) -
         if given.first is None:
             invert_chunk(n, h, b, given, result, memory)
         else:
-            pl.when(n >= given.first[b, h])(lambda: invert_chunk(n, h, b, given, result, memory))
+            left_out = n < given.first[b, h]
+            has = left_out if later is not None else jnp.logical_not(left_out)
+            pl.when(has)(lambda: invert_chunk(n, h, b, given, result, memory))
 
     def invert_chunk(n: Any, h: Any, b: Any, given: _Inputs, result: Any, memory: _Memory) -> None:
         tokens, key_head = pl.ds(n * CHUNK, CHUNK), lax.div(h, i32(groups))
@@ -128,6 +136,6 @@ def inverses(k: jax.Array, vectors: jax.Array, first: jax.Array | None = None) -
         grid={"chunk": chunks, "head": heads, "batch": batch},
         warpgroups=1,
         inputs=_Inputs(k, vectors, first),
-        results=x,
+        results=x if later is None else later,
         memory=memory,
     )

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.backend import needs_gpu
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors, reaching
 from pallas_kernels.linear.families import (
-    affine_map,
     gradients_of,
     transposed,
     unmarked,
@@ -97,15 +97,34 @@ def restore(inputs: Inputs, kept: Prepared | None) -> Prepared:
     return prepare(inputs) if kept is None else kept
 
 
-def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(M, last): with ``start + S`` before these tokens, the state after them is ``M S + last``."""
+def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> jax.Array:
+    """The rows of the map, those of the last state and of M, transposed; no bytes are moved."""
     vectors, x, channels = prepared
     first, _ = _reaching(vectors)
     if channels is None and x is None:
         prepared = prepared._replace(x=inverses.inverses(inputs.k, vectors, first))
     given = _scan_inputs(inputs, prepared, with_identity(start), Mode.LAST)._replace(first=first)
     _, _, last = scan(given, 0.0, Mode.LAST)
-    return affine_map(last)
+    return last
+
+
+def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
+    """:func:`prepare` and :func:`affine`.
+
+    Inverses that the map does not need are computed last: while the devices exchange their maps.
+    """
+    chunks = inputs.v.shape[1] // CHUNK
+    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
+    if has_channels or form_of(inputs) is Form.AHEAD or chunks <= LEAST_STEPS:
+        prepared = prepare(inputs)
+        return prepared, affine(inputs, prepared, start)
+    vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
+    first, _ = _reaching(vectors)
+    x = inverses.inverses(inputs.k, vectors, first)
+    rows = affine(inputs, Prepared(vectors, x), start)
+    # The map's scan has read X before it changes: XLA would copy it.
+    x, rows = lax.optimization_barrier((x, rows))
+    return Prepared(vectors, inverses.inverses(inputs.k, vectors, first, x)), rows
 
 
 def first_state_gradient(
@@ -194,11 +213,12 @@ MOSAIC_SM90 = Implementation(
     name="mosaic_sm90",
     prepare=unmarked(prepare),
     forward=unmarked(forward),
-    affine=unmarked(affine),
+    mapped=unmarked(mapped),
     restore=unmarked(restore),
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
     multiple=CHUNK,
+    meanwhile="x",
     unsupported=unsupported,
     unavailable=_unavailable,
 )

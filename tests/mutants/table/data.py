@@ -38,4 +38,5 @@ MUTANTS = [
     ("burst_jax/data/chunks.py", "starts = begin == start < stop", "starts = start == 0", f"{SPECIAL_TOKENS} once"),
     ("burst_jax/data/packing.py", "part[\"weights\"][1:].any()", "part[\"weights\"].any()", f"{CHAT_LOADER} are_cut"),
     ("burst_jax/data/special_tokens.py", "text[-1] + 1", "text[-1] + 2", f"{SPECIAL_TOKENS} transformers"),
+    ("examples/perplexity.py", "new[: counted - start] = 0", "", "tests/project/test_hf_examples.py -k windows_and"),
 ]  # fmt: skip

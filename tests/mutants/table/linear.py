@@ -5,6 +5,7 @@
 TAILS = "tests/linear/test_convolution.py -k tails"
 LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
+LINEAR_EXCHANGE = "tests/linear/test_exchange.py"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
 LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
@@ -16,12 +17,14 @@ MUTANTS = [
     ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
      "begins == begins", TAILS),
     ("burst_jax/linear/convolution.py", "jnp.where(valid, at, total)", "jnp.where(valid, at, 0)", TAILS),
-    ("burst_jax/linear/exchange.py", "runs.total - 1 - here if reverse else here", "here", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "return states[::-1] if reverse else states", "return states",
+     LINEAR_EXCHANGE),
+    ("burst_jax/linear/exchange.py", "found[turn], 1)", "found, 1)", LINEAR_EXCHANGE),
     ("burst_jax/linear/exchange.py", "jnp.where(place == 0, state, before(state))", "before(state)",
      "tests/linear/test_context_parallel.py -k log_steps"),
     ("burst_jax/linear/documents.py", "valid & (before != padding_id) & (before != here)",
      "valid & (before != here)", LINEAR_RING),
-    ("burst_jax/linear/delta_rule.py", "Maps(m.swapaxes(-1, -2), own)", "Maps(m, own)", LINEAR_RING),
+    ("burst_jax/linear/exchange.py", "Maps(kept.mT, _in_order", "Maps(kept, _in_order", LINEAR_EXCHANGE),
     ("burst_jax/linear/delta_rule.py", "jnp.where(is_last, ends, 0).sum(0)", "ends.sum(0)", LINEAR_RING),
     ("burst_jax/linear/split_documents.py", "begins = has & (offset == 0)", "begins = has", LINEAR_BALANCED),
     ("burst_jax/linear/split_documents.py", "jnp.where(lax.expand_dims(is_first, range(1, state.ndim)), 0, state)", "state", LINEAR_BALANCED),

@@ -12,6 +12,7 @@ ALLOWED = "tests/ring/test_allowed_scores.py"
 LOWERED = "tests/compiled/test_lowered_programs.py"
 LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 VJP = "burst_jax/ring/vjp.py"
+MAX_LOGITS = "tests/attention/test_max_logits.py -k bounds"
 
 MUTANTS = [
     (VJP, "return jnp.where(live, x, jnp.zeros((), x.dtype))", "return x", PADDING),
@@ -122,4 +123,8 @@ MUTANTS = [
     ("burst_jax/layouts/run_tables.py", "begins[::length] = True", "pass", LINEAR_BALANCED),
     ("burst_jax/layouts/run_tables.py", "(np.diff(rank) != 1) | (np.diff(ids) != 0)", "np.diff(ids) != 0",
      LINEAR_BALANCED),
+    ("burst_jax/ring/max_logits.py", "largest[..., rows] if", "largest[..., rows - 1] if", MAX_LOGITS),
+    ("burst_jax/ring/max_logits.py", "np.arange(0, kv.length, length)",
+     "np.arange(0, kv.length - length + 1, length)", MAX_LOGITS),
+    ("burst_jax/ring/max_logits.py", "upper = jnp.maximum(lower, chosen.rest)", "upper = lower", MAX_LOGITS),
 ]  # fmt: skip

@@ -75,4 +75,6 @@ MUTANTS = [
     ("burst_jax/parallel/mesh_option.py", "min(given.values()) < 1", "min(given.values()) < 0", MESH_OPTION),
     ("burst_jax/parallel/mesh_option.py", "if batch < 1 or batch % shards:", "if batch % shards:", MESH_OPTION),
     ("burst_jax/parallel/mesh_option.py", "mesh.shape[\"data\"] * mesh.shape[\"fsdp\"]", "mesh.shape[\"data\"]", MESH_OPTION),
+    ("burst_jax/training/step.py", "jax.tree.map(jnp.maximum, largest, logits)", "logits",
+     "tests/training/test_max_logits_metric.py -k accumulated"),
 ]  # fmt: skip

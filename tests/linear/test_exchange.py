@@ -1,0 +1,62 @@
+"""The exchange of affine maps alone, in each of its ways, against the maps applied one by one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import mesh_of
+
+from burst_jax.layouts.parse import parse_layout
+from burst_jax.linear import runs
+from burst_jax.linear.exchange import arriving, arriving_gradients
+
+B, N, H, HV = 2, 16, 3, 5
+
+
+def exchanged(of_runs, mesh, rows, own):
+    """The states and the gradients that arrive at each device's runs, devices in front."""
+
+    def run(rows, own):
+        states, kept, _ = arriving(of_runs, rows)
+        return states, arriving_gradients(of_runs, kept, own)
+
+    P = jax.P("seq")
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P, out_specs=P))(rows, own)
+
+
+@pytest.mark.parametrize(
+    ("way", "n", "layout"),
+    [
+        ("heads", 8, "zigzag"),
+        ("heads", 4, "contiguous"),
+        ("gather", 3, "zigzag"),
+        ("gather", 2, "contiguous"),
+        ("steps", 5, "zigzag"),
+    ],
+)
+def test_what_arrives_is_all_maps_before_in_order(monkeypatch, way, n, layout):
+    if way == "steps":
+        monkeypatch.setattr(runs, "GATHERED", 0)
+    of_runs = runs.device_runs(parse_layout(layout), ("seq",), n, "a test")
+    assert isinstance(of_runs, runs.DeviceRuns)
+    assert of_runs.exchange(N) == way
+    total, rng = of_runs.total, np.random.default_rng(0)
+    m = rng.standard_normal((total, B, N, H, H)) / 2
+    u, own = (rng.standard_normal((total, B, N, H, HV)) for _ in range(2))
+    # In the devices' order, the runs of a sequence next to each other, and transposed.
+    order = np.array(of_runs.order)
+
+    def given(x):
+        x = np.moveaxis(x[order], 2, 1).reshape(-1, *x.shape[2:])
+        return jnp.asarray(x.swapaxes(-1, -2), jnp.float32)
+
+    rows = jnp.concatenate([given(u), given(m)], axis=2)
+    found = exchanged(of_runs, mesh_of(seq=n), rows, given(own))
+    states, gradients = [np.zeros_like(u[0])], [np.zeros_like(u[0])]
+    for i in range(total - 1):
+        states.append(m[i] @ states[-1] + u[i])
+        gradients.insert(0, m[-1 - i].swapaxes(-1, -2) @ gradients[0] + own[-1 - i])
+    for got, want in zip(found, (states, gradients), strict=True):
+        np.testing.assert_allclose(got, given(np.stack(want)), rtol=2e-5, atol=2e-5)
