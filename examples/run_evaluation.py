@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from run_batches import make_loader, place, shapes
 from run_options import SAMPLE_CONTEXT, RunConfig, attention_options
 
-from burst_jax.data import ChatTokens, TokenizerFile
+from burst_jax.data import ChatTokens, TokenizerFile, check_chats
 from burst_jax.models import Decoder, abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.training import Evaluation, evaluate, evaluation_memory, make_eval_step
@@ -153,13 +153,14 @@ def with_dtype(run: RunConfig, dtype: str) -> RunConfig:
     return dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=jnp.dtype(dtype)))
 
 
-def counted(run: RunConfig, tokens: int) -> str:
+def counted(run: RunConfig, tokens: int, seq_len: int) -> str:
     """What a number of held-out tokens means if the text has fewer; empty if it has more."""
     if isinstance(run.tokens, ChatTokens):
-        return (
-            f" that the assistant writes (of {len(run.held_out):,} held-out conversations, again "
-            "from the start if they have fewer)"
-        )
+        chats = check_chats(run.held_out, run.tokens, seq_len=seq_len)
+        found = f"{chats.conversations:,} held-out conversations"
+        if tokens > chats.counted:
+            return f" that the assistant writes ({found}, read {tokens / chats.counted:.1f} times)"
+        return f" that the assistant writes ({found} have {chats.counted:,})"
     size, unit = run.held_out.size, "tokens" if run.tokens is None else "bytes"
     if tokens > size:
         return f" (the held-out {size:,} {unit}, {tokens / size:.1f} times)"

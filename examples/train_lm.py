@@ -56,7 +56,7 @@ from run_profile import Profile
 from work_log import WorkLog
 
 from burst_jax.command_line import in_flags, use_cpu_devices
-from burst_jax.data import gather_state
+from burst_jax.data import Corpus, gather_state
 from burst_jax.models import abstract_decoder
 from burst_jax.parallel.mesh_option import one_device
 from burst_jax.parallel.peak import peak_flops
@@ -257,6 +257,7 @@ def train(
         steps = {}
         if following is not None:
             arrays = params, opt_state, following[0].batch
+            say("compiling the training step")
             steps = compiled_steps(train_step_of, layouts(args, run.mesh), arrays, run.config)
         for step in range(start + 1, args.steps + 1):
             if interrupt.requested or following is None:
@@ -279,6 +280,14 @@ def train(
         elif reached > saved:
             check_weights(reached, params, checkpoints)
     return params, log
+
+
+def size_text(corpus: Corpus) -> str:
+    """The size of all documents, with its unit."""
+    size = corpus.size
+    if not corpus.reader.is_text:
+        return f"{size:,} tokens"
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
@@ -305,7 +314,7 @@ def finish(args: argparse.Namespace, run: RunConfig, params: nnx.State, log: Run
     ring = single = None
     if args.eval_batches:
         ring = held_out(args, run, params, run.mesh)
-        repeated = counted(run, ring.tokens)
+        repeated = counted(run, ring.tokens, args.seq_len)
         say(f"held-out perplexity of {ring.tokens:,} tokens{repeated}, in {args.eval_dtype}:")
         devices = math.prod(run.mesh.shape[axis] for axis in token_axes(run.mesh))
         say(f"  ring of {devices} devices  {ring.perplexity:.6f}  ({ring.nll:.6f} nats)")
@@ -427,7 +436,7 @@ def run_all(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                     "pip install 'burst-jax[examples]'"
                 )
             sizes = {name: size for name, size in run.mesh.shape.items() if size > 1}
-            say(f"{run.text.description}, {run.text.size / 1e6:.1f} MB for training")
+            say(f"{run.text.description}, {size_text(run.text)}")
             if run.about:
                 say(run.about)
             say(

@@ -94,9 +94,10 @@ def axes_of(spec: PartitionSpec) -> dict[str, AxisNames]:
 def size_on_mesh(mesh: Mesh | AbstractMesh, argument: str, axis: str) -> int:
     """Number of devices along the mesh axis that an argument of ``burst_attention`` names."""
     if axis not in mesh.axis_names:
+        where = " if no axis shards tokens" if argument == "seq_axis" else ""
         raise ValueError(
-            f"{argument} is {axis!r}: the mesh's axes are "
-            f"{', '.join(map(repr, mesh.axis_names))}; name one of them, or pass {argument}=None"
+            f"{argument} is {axis!r}: the mesh's axes are {', '.join(map(repr, mesh.axis_names))}; "
+            f"name one of them, or pass {argument}=None{where}"
         )
     return mesh.shape[axis]
 

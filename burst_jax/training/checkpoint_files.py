@@ -289,11 +289,11 @@ def compare(folder: Path, record: Record, wanted: dict[str, Any], partial: bool)
             )
     if lines:
         more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+        part = "" if partial else "pass partial=True to restore a part of it, "
         raise ValueError(
             f"checkpoint {folder} has another state: {len(lines)} arrays differ. Use the model and "
-            "the optimizer that it was saved with (extra may name them), pass partial=True to "
-            "restore a part of it, or start over in another folder:\n  "
-            + "\n  ".join(sorted(lines)[:_LISTED] + more)
+            f"the optimizer that it was saved with (extra may name them), {part}or start over in "
+            "another folder:\n  " + "\n  ".join(sorted(lines)[:_LISTED] + more)
         )
 
 

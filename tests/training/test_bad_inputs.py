@@ -76,7 +76,8 @@ TABLE = [
     (lambda: made(SEQ.abstract_mesh, 0),
      "mesh is a AbstractMesh: it must be a jax.sharding.Mesh, which has devices"),
     (lambda: state(FSDP),
-     "seq_axis is 'seq': the mesh's axes are 'fsdp'; name one of them, or pass seq_axis=None"),
+     "seq_axis is 'seq': the mesh's axes are 'fsdp'; name one of them, or pass seq_axis=None "
+     "if no axis shards tokens"),
     (lambda: state(SEQ, batch_axis="data"),
      "batch_axis is 'data': the mesh's axes are 'seq'; .* or pass batch_axis=None"),
     (lambda: state(SEQ, batch_axis=2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 from typing import Any
 
@@ -159,7 +160,15 @@ def test_train_lm_fine_tunes_on_conversations_and_generate_answers(folder, tmp_p
         f"40 conversations of {sum(tokens):,} tokens, of which the assistant writes "
         f"{sum(counts):,}; the longest has {max(tokens)}\n"
     ) in printed
-    assert "tokens that the assistant writes (of 2 held-out conversations, again from" in printed
+    found = re.search(
+        r"perplexity of (\d+) tokens that the assistant writes \(2 held-out conversations, read "
+        r"(\S+) times\), in float32:",
+        printed,
+    )
+    assert found is not None
+    _, held_out = open_corpus(folder / "chats.jsonl", chats=True).split(0.05)
+    written = sum(sum(by_hand(drawn_chats(40)[i])[1]) for i in held_out.documents)
+    assert found[2] == f"{int(found[1]) / written:.1f}"
     assert "[sample starts]" not in printed
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
