@@ -45,6 +45,10 @@ _KIMI_WEIGHT_AXES: dict[tuple[str, ...], LogicalAxes] = _WEIGHT_AXES | {
 }
 
 
+# A default that is not an int, of a field that always is one.
+_HEAD_DIM: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
     """Sizes of a decoder's Gated DeltaNet layers (:class:`burst_jax.GatedDeltaNet`).
@@ -53,7 +57,7 @@ class DeltaNet:
       num_heads: number of value heads, N.
       num_key_heads: number of query and key heads, K, a divisor of N.
       head_dim: number of features of a query and key head, H.
-      value_head_dim: number of features of a value head, Hv.
+      value_head_dim: number of features of a value head, Hv; None becomes H.
       conv_taps: number of taps of the convolutions.
       norm_epsilon: epsilon of the output's norm; None is the decoder's.
       negative_eigenvalues: whether beta is twice the sigmoid.
@@ -71,12 +75,14 @@ class DeltaNet:
     num_heads: int = 4
     num_key_heads: int = 2
     head_dim: int = 64
-    value_head_dim: int = 64
+    value_head_dim: int = _HEAD_DIM
     conv_taps: int = 4
     norm_epsilon: float | None = None
     negative_eigenvalues: bool = False
 
     def __post_init__(self) -> None:
+        if self.value_head_dim is _HEAD_DIM:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
         check_sizes(
             self.num_heads, self.num_key_heads, self.head_dim, self.value_head_dim, self.conv_taps
         )

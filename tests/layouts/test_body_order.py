@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ RING += "num_shards=4 to in_layout"
 
 def attend(x, other=None, *, of=burst_attention, **options):
     other = x if other is None else other
-    options = {"is_causal": True, "layout": "zigzag"} | options
-    return of(x, other, other, **options)
+    given: Any = {"is_causal": True, "layout": "zigzag"} | options
+    return of(x, other, other, **given)
 
 
 def in_shard_map(mesh, **options):

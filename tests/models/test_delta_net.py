@@ -127,6 +127,8 @@ def test_weights_of_kimi_delta_attention():
     assert specs["dt_bias"] == P(None, "tensor", None)
     with pytest.raises(ValueError, match="head_dim is 0: it must be an integer, at least 1"):
         KimiDelta(head_dim=0)
+    sizes = DeltaNet(head_dim=16), KimiDelta(head_dim=16), DeltaNet(value_head_dim=8), DeltaNet()
+    assert [each.value_head_dim for each in sizes] == [16, 16, 8, 64]
 
 
 @SLOW

@@ -327,7 +327,7 @@ def test_what_a_perplexity_counts_is_stated():
         run: Any = types.SimpleNamespace(
             tokens=tokens, held_out=types.SimpleNamespace(size=held_out)
         )
-        assert re.fullmatch(counted, train_lm.counted(run, 64))
+        assert re.fullmatch(counted, train_lm.counted(run, 64, 16))
 
 
 def test_a_run_without_matplotlib_warns_first(corpus, tmp_path, monkeypatch, capsys):

@@ -134,7 +134,7 @@ def config_json(
     ``max_length``. For others it is that of the first family that can express the config.
     """
     name = jnp.dtype(dtype).name
-    remedy = "change the fields that differ from one of them"
+    remedy = ""
     for rope in config.layer_ropes:
         if not isinstance(rope, DynamicRope):
             continue
@@ -163,14 +163,21 @@ def config_json(
             "max_length is None: config.json has a number of positions, which a decoder that was "
             "not loaded from a checkpoint does not know; pass it, like max_length=32768"
         )
+    differences: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         try:
             written = family.write(config, max_length)
-            agrees = not _differing(family.read(family.completed(written)), config)
+            found = _differences(family.read(family.completed(written)), config)
         except (ValueError, NotImplementedError):
             continue
-        if agrees:
+        if not found:
             return {**written, "dtype": name}, family
+        differences[family.model_type] = found
+    if not remedy:
+        remedy = "change the fields that differ from one of them"
+        if differences:
+            nearest = min(differences, key=lambda each: len(differences[each]))
+            remedy = f"the nearest is {nearest}, which has {', '.join(differences[nearest])}"
     raise NotImplementedError(
         f"no model family ({', '.join(FAMILIES)}) has the architecture of {config}: {remedy}"
     )
@@ -274,6 +281,28 @@ def _differing(one: DecoderConfig, other: DecoderConfig) -> list[str]:
     pair = _computation(one), _computation(other)
     names = (field.name for field in dataclasses.fields(DecoderConfig))
     return [name for name in names if getattr(pair[0], name) != getattr(pair[1], name)]
+
+
+def _differences(one: DecoderConfig, other: DecoderConfig) -> list[str]:
+    """The fields of :func:`_differing`, with the values of the first decoder."""
+    pair = _computation(one), _computation(other)
+    found: list[str] = []
+    for name in _differing(one, other):
+        found += _unequal(name, *(getattr(each, name) for each in pair))
+    return found
+
+
+def _unequal(name: str, one: Any, other: Any) -> list[str]:
+    """``name=value`` of what differs in two values; of a tuple's elements the first that does."""
+    if type(one) is type(other) and dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        parts = [(f"{name}.{each}", getattr(one, each), getattr(other, each)) for each in names]
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        parts = [(f"{name}[{i}]", *pair) for i, pair in pairs if pair[0] != pair[1]][:1]
+    else:
+        return [f"{name}={shown(one)}"] if one != other else []
+    return [text for part in parts for text in _unequal(*part)]
 
 
 def _computation(config: DecoderConfig) -> DecoderConfig:
