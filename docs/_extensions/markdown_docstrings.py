@@ -15,8 +15,11 @@ from griffe import Extension, Function, Object, Parameter, ParameterKind, Parame
 import burst_jax
 
 _DERIVED = {
-    f"burst_jax.attention.api.{name}": getattr(burst_jax, name)
-    for name in ("burst_attention", "ring_attention", "local_attention")
+    f"{function.__module__}.{function.__name__}": function
+    for function in (
+        *(burst_jax.burst_attention, burst_jax.ring_attention, burst_jax.local_attention),
+        *(burst_jax.max_logits, burst_jax.ring_max_logits),
+    )
 }
 _KINDS = {
     inspect.Parameter.POSITIONAL_OR_KEYWORD: ParameterKind.positional_or_keyword,

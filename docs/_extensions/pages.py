@@ -30,7 +30,10 @@ GROUPS = {
     "dropout_rate": "Dropout",
     "implementation": "Implementation and results",
 }
-_ATTENTION = ("burst_attention", "ring_attention", "local_attention")
+_ATTENTION = (
+    *("burst_attention", "ring_attention", "local_attention"),
+    *("max_logits", "ring_max_logits"),
+)
 
 
 def collapse_signatures(text: str) -> str:
@@ -82,7 +85,7 @@ def number_errors(text: str) -> str:
     return _ROW.sub(replace, text)
 
 
-_SOURCE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(\.\./(?:burst_jax|pallas_kernels)/[^)]+\)")
+_SOURCE_LINK = re.compile(r"\[(`[^`\]]+`)\]\(\.\./(?:burst_jax|pallas_kernels|examples)/[^)]+\)")
 
 
 def on_page_markdown(text: str, **_: Any) -> str:

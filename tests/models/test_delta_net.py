@@ -363,7 +363,9 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
         ValueError, match=r"prefix_lengths is given, and layers have linear attention"
     ):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
-    with pytest.raises(NotImplementedError, match=r"delta_net has head_dim 6 and value_head_dim 8: "):
+    with pytest.raises(
+        NotImplementedError, match=r"delta_net has head_dim 6 and value_head_dim 8: "
+    ):
         plan.training(CONFIG, length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
         save_model(model, tmp_path, max_length=64)
