@@ -20,7 +20,7 @@ _SIGNATURE = re.compile(
 _TAGS = re.compile(r"<[^>]+>")
 _LONG = 88  # a signature that fits on one line of this length stays where it is
 
-# The first argument of each group of burst_attention's, ring_attention's and local_attention's.
+# The first argument of each group of the functions of _ATTENTION.
 GROUPS = {
     "query": "Inputs",
     "mesh": "Mesh and layout",
@@ -51,7 +51,7 @@ def collapse_signatures(text: str) -> str:
 
 
 def group_arguments(text: str) -> str:
-    """Adds a heading before the first argument of each group of the attention functions."""
+    """Adds a heading before the first argument of each group of the functions of _ATTENTION."""
     for name in _ATTENTION:
         heading = f'id="burst_jax.{name}"'
         start = text.find(heading)
