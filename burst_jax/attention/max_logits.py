@@ -40,7 +40,7 @@ def max_logits(
     r"""Bounds of the largest logit of each head, from the lse of :func:`burst_jax.burst_attention`.
 
     .. math::
-        \max_{b, q, k} mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)
+        max over b, q, k of mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)
 
     What QK-clip needs (MuonClip, Kimi K2, arXiv 2507.20534, section 2.1). Kernels return no row
     maxima, but a query's largest logit is at most its lse, so the largest of all is found among the
