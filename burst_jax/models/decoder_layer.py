@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -65,8 +66,7 @@ class DecoderLayer(nnx.Module):
             return norm_of(config) if norms in places else None
 
         self.attention_norm = norm("before", "both")
-        of_softmax = _attention if config.latent is None else _latent_attention
-        make_mixer = _delta_net if stack.mixer == "delta_net" else of_softmax
+        make_mixer = _delta_net if stack.mixer == "delta_net" else _attention
         self.attention: Any = make_mixer(config, out_init, rngs, options)
         self.post_attention_norm = norm("after", "both")
         self.mlp_norm = norm("before", "both")
@@ -159,50 +159,35 @@ def norm_of(config: DecoderConfig) -> RMSNorm:
 def _attention(
     config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
 ) -> BurstAttention:
-    """Softmax attention with the decoder's options."""
+    """Softmax attention, latent or not, with the decoder's options."""
     if config.attention_scale is not None:
         options["scale"] = config.attention_scale
-    return BurstAttention(
-        config.embed_dim,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        use_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        rope_theta=None,  # The decoder computes one table for all layers.
-        sinks=config.attention_sinks,
-        qk_norm=config.qk_norm,
-        output_gate=config.attention_gate,
-        norm_epsilon=config.norm_epsilon,
-        norm_offset=config.norm_offset,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        out_kernel_init=out_init,
-        rngs=rngs,
-        logits_soft_cap=config.logits_soft_cap,
-        is_causal=True,
-        **options,
-    )
-
-
-def _latent_attention(
-    config: DecoderConfig, out_init: nnx.Initializer, rngs: nnx.Rngs, options: AttentionOptions
-) -> LatentAttention:
-    """Latent attention with the decoder's options."""
-    assert config.latent is not None
-    if config.attention_scale is not None:
-        options["scale"] = config.attention_scale
-    return LatentAttention(
+    make: Any
+    if (latent := config.latent) is not None:
+        make = functools.partial(
+            LatentAttention,
+            value_head_dim=latent.value_head_dim,
+            latent_dim=latent.dim,
+            shared_dim=latent.shared_dim,
+            latent_epsilon=latent.norm_epsilon,
+        )
+    else:
+        make = functools.partial(
+            BurstAttention,
+            num_kv_heads=config.num_kv_heads,
+            use_bias=config.qkv_bias,
+            rope_theta=None,  # The decoder computes one table for all layers.
+            qk_norm=config.qk_norm,
+            norm_epsilon=config.norm_epsilon,
+            norm_offset=config.norm_offset,
+        )
+    return make(
         config.embed_dim,
         config.num_heads,
         head_dim=config.head_dim,
-        value_head_dim=config.latent.value_head_dim,
-        latent_dim=config.latent.dim,
-        shared_dim=config.latent.shared_dim,
-        latent_epsilon=config.latent.norm_epsilon,
-        output_gate=config.attention_gate,
-        sinks=config.attention_sinks,
         out_bias=config.out_bias,
+        sinks=config.attention_sinks,
+        output_gate=config.attention_gate,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         out_kernel_init=out_init,
