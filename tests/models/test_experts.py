@@ -110,7 +110,7 @@ def test_auxiliary_losses_are_means_over_tokens_and_layers():
     given = Sums(*map(jnp.float32, (counts, scores.sum(1), squared.sum(1), rounds)))
     experts = Experts(count, k, balance_loss=0.25, z_loss=0.125)
     config = dataclasses.replace(CONFIG, experts=experts)
-    loss, metrics = jax.device_get(MixtureOfExperts.auxiliary(config, given))
+    loss, metrics, _ = jax.device_get(MixtureOfExperts.auxiliary(config, given))
     balance = count * np.mean(np.sum(counts / (tokens * k) * scores.mean(1), -1))
     want = {
         "balance_loss": balance,

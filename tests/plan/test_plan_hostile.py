@@ -46,7 +46,7 @@ def test_block_masks(tmp_path, capsys):
     def results():
         for case in hostile.array_cases():
             file.write_bytes(case.content)
-            yield check(case.name, call, ((file.name, "block_mask"),), rejected=True)
+            yield check(case.name, call, ((file.name, "--block-mask"),), rejected=True)
         mask = hostile.saved(np.eye(4, dtype=bool))
         for end in range(0, len(mask), 7):
             file.write_bytes(mask[:end])
@@ -57,10 +57,10 @@ def test_block_masks(tmp_path, capsys):
             for at in rng.integers(0, len(mask), rng.integers(1, 4)):
                 changed[at] = rng.integers(0, 256)
             file.write_bytes(changed)
-            yield check(f"draw {draw}", call, ((file.name, "block_mask"),))
+            yield check(f"draw {draw}", call, ((file.name, "--block-mask"),))
         for wrong in ([[1, 0]], [[1.0]], True, [], [[[[True]]]], [["a"]], [[True] * 3] * 4):
             file.write_bytes(hostile.saved(np.array(wrong)))
-            yield check(f"{wrong}", call, ("block_mask has ",), rejected=True)
+            yield check(f"{wrong}", call, ("--block-mask has ",), rejected=True)
         yield from valid_and_special(file, mask, call)
 
     with hostile.unchanged(tmp_path, file):

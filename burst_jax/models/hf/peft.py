@@ -179,15 +179,15 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
             )
         targets = tuple(ours for ours in PROJECTIONS if ours in names)
     else:
+        _check_patterns(folder / CONFIG, given, ({}, {}))
         targets = _targets(files, model.config, family)
     if not targets:
         raise ValueError(f"{folder / TENSORS} has no tensor of a projection: not a LoRA adapter")
     stabilized = bool(given.get("use_rslora"))
     lora = Lora(given["r"], float(given["lora_alpha"]), targets, stabilized)
     adapted = _adapted(dataclasses.replace(model.config, lora=lora), family)
-    _check_patterns(
-        folder / CONFIG, given, _patterns(adapted, family, lora) if keeps_parts else ({}, {})
-    )
+    if keeps_parts:
+        _check_patterns(folder / CONFIG, given, _patterns(adapted, family, lora))
     graphdef, shapes = abstract_like(model, lora=lora)
     shardings = nnx.merge(graphdef, shapes).shardings(shapes)
     specs = flat_weights(shardings.weight_specs(shapes))
