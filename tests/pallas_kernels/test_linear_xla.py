@@ -41,7 +41,8 @@ def drawn(seed, channels=False):
     )
 
 
-CALLS = [(seed, channels) for channels in (False, True) for seed in range(5)]
+# With a decay per channel two, whose programs are twice as large.
+CALLS = [*((seed, False) for seed in range(5)), (0, True), (4, True)]
 QUICK = {(0, False), (1, False)}
 BY_CHANNEL = pytest.mark.parametrize(
     "channels", [False, pytest.param(True, marks=pytest.mark.slow)]
