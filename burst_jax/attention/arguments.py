@@ -317,6 +317,9 @@ POSITION_READERS = (
     "is_causal", "local_window_size", "attention_chunk_size", *MASK_ARRAYS, "alibi_slopes",
     "score_mod", "mask_mod",
 )  # fmt: skip
+# Those of them for which the order of the keys alone does: masks by a key's position, or by a
+# query's place in the array.
+KEY_POSITION_READERS = ("key_value_seq_lengths", "key_starts", "key_ends")
 
 
 class StaticMasks(TypedDict, total=False):

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.attention.arguments import POSITION_READERS, LocalArguments, RingArguments
+from burst_jax.attention.arguments import (
+    KEY_POSITION_READERS,
+    POSITION_READERS,
+    LocalArguments,
+    RingArguments,
+)
 from burst_jax.attention.block_mask import with_block_mask
 from burst_jax.attention.document_tables import table_arrays
 from burst_jax.attention.score_mod import check_functions
@@ -131,11 +136,11 @@ def _check_order(
     ``lengths`` are T and S of whole sequences. Explicit positions replace the layout's, and where
     nothing reads positions the order does not matter.
     """
-    readers = (getattr(arguments, name) for name in POSITION_READERS)
-    if all(value is None or value is False for value in readers):
-        return
+    values = {name: getattr(arguments, name) for name in POSITION_READERS}
+    readers = {name for name, x in values.items() if x is not None and x is not False}
     given = (arguments.query_positions, arguments.key_value_positions)
-    own = [length for length, at in zip(lengths, given, strict=True) if at is None]
+    read = (not readers.issubset(KEY_POSITION_READERS), bool(readers))
+    own = [n for n, at, reads in zip(lengths, given, read, strict=True) if reads and at is None]
     check_order(request.layout, request.ring_size, own, axis_argument, request.ring_axes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Unpack
 
 import jax
@@ -11,7 +12,8 @@ from jax.typing import DTypeLike
 
 from burst_jax.attention.arguments import AttentionOptions
 from burst_jax.errors import check_integer, check_positive
-from burst_jax.layers.nnx_layer import KERNEL_INIT, BurstAttention
+from burst_jax.layers.attention_fn import check_options
+from burst_jax.layers.nnx_layer import KERNEL_INIT, REJECTED, BurstAttention
 from burst_jax.layers.norm import RMSNorm
 from burst_jax.layers.projection import project
 
@@ -80,6 +82,8 @@ class LatentAttention(BurstAttention):
         rngs: nnx.Rngs,
         **options: Unpack[AttentionOptions],
     ) -> None:
+        own = inspect.signature(LatentAttention.__init__).parameters
+        check_options("LatentAttention", options, REJECTED, own)
         check_latent_sizes(head_dim, value_head_dim, latent_dim, shared_dim)
         check_positive("latent_epsilon", latent_epsilon)
         # Before the projections, which _add_key_and_value adds.

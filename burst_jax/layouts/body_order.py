@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from burst_jax.layouts.layout import Layout
 
@@ -26,16 +27,17 @@ class Order(NamedTuple):
 
     def is_of(self, layout: Layout, num_shards: int) -> bool:
         """Whether sequences of this length have the same order in a layout."""
-        orders = (self.layout, self.num_shards), (layout, num_shards)
-        if orders[0] == orders[1]:
-            return True
-        natural = [n == 1 or each.in_natural_order for each, n in orders]
-        if any(natural) or not layout.is_fixed:
-            return all(natural)
-        if layout.padded_length(self.length, num_shards) != self.length:
-            return False
-        own, other = (each.fixed_positions(self.length, n) for each, n in orders)
-        return bool((own == other).all())
+        own = self._positions(self.layout, self.num_shards)
+        other = self._positions(layout, num_shards)
+        return own is not None and other is not None and bool((own == other).all())
+
+    def _positions(self, layout: Layout, num_shards: int) -> np.ndarray | None:
+        """Of the tokens as they are in arrays; None if sequences differ, or T does not fit."""
+        if num_shards == 1 or layout.in_natural_order:
+            return np.arange(self.length)
+        if not layout.is_fixed or layout.padded_length(self.length, num_shards) != self.length:
+            return None
+        return layout.fixed_positions(self.length, num_shards)
 
 
 # An Order or None. Part of the keys of JAX's caches: a function that was jitted and traced outside

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,15 @@ def test_sizes_that_do_not_fit():
         Experts(8, 2, groups=3)
     with pytest.raises(ValueError, match="per_token is 5, and 2 of 4 groups have 4 experts"):
         Experts(8, 5, groups=4, groups_per_token=2)
+    with pytest.raises(ValueError, match="choice_bias is 'no': it must be True or False"):
+        Experts(8, 2, choice_bias="no")  # pyrefly: ignore
+    for name in ("num_kv_heads", "qk_norm", "rope_theta"):
+        options: Any = {name: 1}
+        with pytest.raises(TypeError, match=f"LatentAttention got an unknown option '{name}'"):
+            burst_jax.LatentAttention(
+                D, N, head_dim=H, value_head_dim=HV, latent_dim=R, shared_dim=S, rngs=nnx.Rngs(0),
+                **options,
+            )  # fmt: skip
     with pytest.raises(ValueError, match="latent_epsilon is 0"):
         burst_jax.LatentAttention(
             D, N, head_dim=H, value_head_dim=HV, latent_dim=R, shared_dim=S, latent_epsilon=0,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.meshes import mesh_of
+from meshes import mesh_of
 
 from burst_jax import burst_attention, in_layout, local_attention, positions, ring_attention
 from burst_jax.linear import gated_delta_rule, short_convolution
@@ -121,6 +121,16 @@ def test_what_is_not_wrong_does_not_raise():
             lambda x: whole(x, memory, key_value_positions=jnp.arange(2 * T, dtype=jnp.int32)),
             "zigzag", 2,
         ),
+        # Of keys alone the positions are read, and these are other tokens.
+        (
+            lambda x: attend(
+                x, memory, mesh=mesh, layout="contiguous", is_causal=False,
+                key_value_seq_lengths=jnp.array([5]),
+            ),
+            "zigzag", 2,
+        ),
+        # Stripes of whole shards are the natural order.
+        (functools.partial(whole, layout="contiguous"), f"striped:{T // 2}", 2),
         # A part with an order of its own.
         (natural, "zigzag", 2),
     ):  # fmt: skip

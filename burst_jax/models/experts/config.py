@@ -77,7 +77,7 @@ class Experts:
         check_integer("count", self.count, 1, _MAX_EXPERTS)
         check_integer("per_token", self.per_token, 1, self.count)
         check_integer("shared_dim", self.shared_dim, 0, 2**31 - 1)
-        for name in ("normalize", "router_bias", "shared_gate"):
+        for name in ("normalize", "router_bias", "shared_gate", "choice_bias"):
             check_bool(name, getattr(self, name))
         if self.shared_gate and not self.shared_dim:
             raise ValueError(
