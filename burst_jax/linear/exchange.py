@@ -173,11 +173,8 @@ def _states_in_blocks(every: Maps, *, reverse: bool = False) -> jax.Array:
     for each in others:
         whole = each.after(whole)
         composed.append(whole)
-    first, *others = [Maps(*(x[i] for x in whole)) for i in range(total // size)[turn]]
-    starts = [jnp.zeros_like(first.u), first.u]
-    for each in others[:-1]:
-        starts.append(each(starts[-1]))
-    start = jnp.stack(starts[turn])
+    of_blocks = [Maps(*(x[i] for x in whole)) for i in range(total // size)[turn]]
+    start = jnp.stack(_before_each(of_blocks)[turn])
     found = [start, *(each(start) for each in composed[:-1])]
     return jnp.stack(found[turn], 1).reshape(every.u.shape)
 
@@ -196,11 +193,16 @@ def _places(runs: DeviceRuns) -> list[tuple[int, int]]:
 def _states_before(runs: DeviceRuns, every: Maps, *, reverse: bool = False) -> list[jax.Array]:
     """What arrives at each run of a sequence, from the maps ``[n, B, count, ...]`` of all."""
     maps = [Maps(*(x[d, :, c] for x in every)) for d, c in _places(runs)]
-    maps = maps[::-1] if reverse else maps
+    states = _before_each(maps[::-1] if reverse else maps)
+    return states[::-1] if reverse else states
+
+
+def _before_each(maps: Sequence[Maps]) -> list[jax.Array]:
+    """The state before each of two or more maps that are applied to zeros, one after the other."""
     states = [jnp.zeros_like(maps[0].u), maps[0].u]
     for each in maps[1:-1]:
         states.append(each(states[-1]))
-    return states[::-1] if reverse else states
+    return states
 
 
 def _by_steps(runs: DeviceRuns, own: Maps, reverse: bool) -> jax.Array:

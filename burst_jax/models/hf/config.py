@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -163,16 +164,17 @@ def config_json(
             "max_length is None: config.json has a number of positions, which a decoder that was "
             "not loaded from a checkpoint does not know; pass it, like max_length=32768"
         )
-    differences: dict[str, list[str]] = {}
+    differences: dict[str, list[str]] = {}  # With the family's values.
     for family in FAMILIES.values():
         try:
             written = family.write(config, max_length)
-            found = _differences(family.read(family.completed(written)), config)
+            found = _differing(family.read(family.completed(written)), config)
         except (ValueError, NotImplementedError):
             continue
         if not found:
             return {**written, "dtype": name}, family
-        differences[family.model_type] = found
+        texts = (_unequal(name, *values) for name, values in found.items())
+        differences[family.model_type] = [*itertools.chain.from_iterable(texts)]
     if not remedy:
         remedy = "change the fields that differ from one of them"
         if differences:
@@ -276,20 +278,15 @@ def _check_keys(
         )
 
 
-def _differing(one: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """The fields in which two decoders differ in what they compute, apart from dtypes."""
+def _differing(one: DecoderConfig, other: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two decoders differ in what they compute, with both values.
+
+    Dtypes are left out.
+    """
     pair = _computation(one), _computation(other)
     names = (field.name for field in dataclasses.fields(DecoderConfig))
-    return [name for name in names if getattr(pair[0], name) != getattr(pair[1], name)]
-
-
-def _differences(one: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """The fields of :func:`_differing`, with the values of the first decoder."""
-    pair = _computation(one), _computation(other)
-    found: list[str] = []
-    for name in _differing(one, other):
-        found += _unequal(name, *(getattr(each, name) for each in pair))
-    return found
+    found = ((name, (getattr(pair[0], name), getattr(pair[1], name))) for name in names)
+    return {name: values for name, values in found if values[0] != values[1]}
 
 
 def _unequal(name: str, one: Any, other: Any) -> list[str]:

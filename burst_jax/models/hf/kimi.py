@@ -51,10 +51,7 @@ _MIXERS: Names = {
     (*_KDA, "dt_bias"): _MIXER + "dt_bias",
     (*_KDA, "norm", "scale"): _MIXER + "o_norm.weight",
 }
-_NORMS: Names = {
-    ("attention_norm", "scale"): LAYER + "input_layernorm.weight",
-    ("mlp_norm", "scale"): LAYER + "post_attention_layernorm.weight",
-}
+_NORMS = {path[1:]: name for path, name in NAMES.items() if path[0] == "layers" and len(path) == 3}
 _EXPERTS: Names = {
     ("router", "kernel"): _MOE + "gate.weight",
     ("choice_bias",): _MOE + "gate.e_score_correction_bias",
@@ -64,7 +61,7 @@ _EXPERTS: Names = {
     },
     **{("shared", name, "kernel"): _MOE + f"shared_experts.{name}_proj.weight" for name in _GATED},
 }
-_DENSE: Names = {(name, "kernel"): LAYER + f"mlp.{name}_proj.weight" for name in _GATED}
+_DENSE = {(name, "kernel"): NAMES[*MLP, name, "kernel"] for name in _GATED}
 
 
 def _names() -> Names:
