@@ -6,6 +6,7 @@ import functools
 import json
 import re
 
+import decoders
 import hf_models
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from meshes import assert_close, mesh_of, random_like
+from meshes import assert_close, mesh_of
 from safetensors.numpy import load_file, save_file
 
 from burst_jax import ShardingRules
@@ -31,10 +32,7 @@ def loaded(folder, mesh):
 def trained(model, stabilized):
     """A decoder with adapters whose B is not zero."""
     adapted = add_lora(model, RANK, alpha=ALPHA, targets=TARGETS, rank_stabilized=stabilized)
-    graphdef, adapters, others = nnx.split(adapted, nnx.LoRAParam, ...)
-    drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
-    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), drawn, adapters)
-    return nnx.merge(graphdef, placed, others)
+    return decoders.with_drawn_adapters(adapted)
 
 
 # rsLoRA's scale, from peft: lora_alpha / math.sqrt(r).

@@ -7,13 +7,14 @@ import json
 import math
 from typing import Any
 
+import decoders
 import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from meshes import assert_close, mesh_of, random_like
+from meshes import assert_close, mesh_of
 from safetensors.numpy import load_file, save_file
 
 from burst_jax.models import (
@@ -347,9 +348,7 @@ def test_adapters_of_both_kinds_of_layers_are_those_of_peft(written, tmp_path):
     mesh = mesh_of(seq=1)
     model = load(written("olmo_hybrid"), mesh=mesh, dtype=jnp.float32)
     adapted = add_lora(model, 3, targets="query|out|output_gate|decay")
-    graphdef, adapters, others = nnx.split(adapted, nnx.LoRAParam, ...)
-    drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
-    adapted = nnx.merge(graphdef, drawn, others)
+    adapted = decoders.with_drawn_adapters(adapted)
     save_adapter(adapted, tmp_path / "adapter")
     save(adapted, tmp_path / "merged")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -421,9 +420,7 @@ def test_adapters_of_the_parts_of_fused_projections_are_one_in_peft(written, tmp
     model = load(written("qwen3_next"), mesh=mesh_of(seq=1), dtype=jnp.float32)
     targets = "query|value|output_gate|beta"
     adapted = add_lora(model, rank, alpha=alpha, targets=targets, rank_stabilized=True)
-    graphdef, adapters, others = nnx.split(adapted, nnx.LoRAParam, ...)
-    drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
-    adapted = nnx.merge(graphdef, drawn, others)
+    adapted = decoders.with_drawn_adapters(adapted)
     save_adapter(adapted, tmp_path / "adapter")
     save(adapted, tmp_path / "merged")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

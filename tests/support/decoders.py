@@ -8,6 +8,7 @@ import numpy as np
 import plain_model
 from flax import nnx
 from implementations import quick_jit
+from meshes import random_like
 
 from burst_jax.layouts import document_tables
 from burst_jax.layouts.parse import parse_layout
@@ -137,3 +138,11 @@ def traced_gradient(config, mesh, batch, length, **options):
 
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return jax.make_jaxpr(gradient)(shapes, tokens, tokens).jaxpr
+
+
+def with_drawn_adapters(adapted):
+    """A decoder with adapters whose B is not zero."""
+    graphdef, adapters, others = nnx.split(adapted, nnx.LoRAParam, ...)
+    drawn = jax.tree.map(lambda x: 0.2 * x, random_like(adapters, 1))
+    placed = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), drawn, adapters)
+    return nnx.merge(graphdef, placed, others)
