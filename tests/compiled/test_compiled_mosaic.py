@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from compiled_calls import compile_call, compile_grouped
 from local import tokens
+from register_operands import overwritten_operands
 
 from burst_jax import local_attention
 from pallas_kernels import Mask, mosaic_sm90
@@ -49,14 +50,20 @@ def compile_one(
 
 @pytest.fixture
 def report(monkeypatch, capfd):
-    """``report(...)``: what the assembler reports while :func:`compile_one` runs."""
+    """``report(...)``: what the assembler reports while :func:`compile_one` runs.
+
+    No product's operand is overwritten while it is in flight.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
 
     def run(*args, **kwargs):
         capfd.readouterr()
         compile_one(*args, **kwargs)
-        return compiled.ptxas("".join(capfd.readouterr()))
+        printed = "".join(capfd.readouterr())
+        assert not overwritten_operands(printed)
+        return compiled.ptxas(printed)
 
     return run
 
