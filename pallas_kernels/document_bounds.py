@@ -66,7 +66,6 @@ def query_intervals(mask: Mask, query: QuerySide, kv: KVSide, block: int, parts:
     assert kv.segment_ids is not None
     length, keys = query.segment_ids.shape[1], kv.segment_ids.shape[1]
     count = -(-length // (block * parts)) * parts
-
     ids = jnp.pad(query.segment_ids, ((0, 0), (0, count * block - length)))
     ids = ids.reshape(-1, count, block)
     first_id, following_id = ids[:, :, 0], _following(ids[:, :, 0], 0)
@@ -121,8 +120,8 @@ def _documents(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Where the keys of some documents are.
 
-    Keys are compared with the first and the last id of their chunk, and documents with these ids
-    alone: for 64 queries per document (T / 64)(S / 64) comparisons, not T / 64 times S.
+    A key is compared with the first and the last id of its chunk, and a document with these ids
+    alone: S / 64 comparisons instead of S.
 
     Args:
       ids: int32 ``[R, documents]``.
@@ -130,9 +129,10 @@ def _documents(
       offset: int32 ``[S]``: position minus index, up to a factor.
 
     Returns:
-      ``[R, documents]`` each, of keys with the document's id: the first index, the end, how many
-      have the offset of the key before them, and whether there may be others between the first and
-      the last id of a chunk. The index is S, and the end 0, if there are none. Not for id 0.
+      ``[R, documents]`` each, of keys with the document's id, which must not be 0: the first index,
+      the end, how many do not come after a jump of the offset, and whether there may be others,
+      which are not counted, where a chunk has more than two ids. With no key the index is S, and
+      the end 0.
     """
     keys = segment_ids.shape[1]
     count = -(-keys // _CHUNK)
