@@ -71,6 +71,19 @@ def check_positive(name: str, value: Any, also: str = "") -> float:
     return number
 
 
+def check_coefficient(name: str, value: Any) -> float:
+    """``value``, the coefficient of a loss, as a Python float.
+
+    Raises:
+      ValueError: it is no number, negative, or not finite.
+    """
+    valid = "0, which is none, or positive and finite"
+    number = as_number(name, value, valid)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {shown(value)}: it must be {valid}")
+    return number
+
+
 def check_bool(name: str, value: Any) -> bool:
     """``value`` as a Python bool; raises ValueError unless it is True or False itself."""
     if not isinstance(value, (bool, np.bool_)):

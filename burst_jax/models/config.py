@@ -58,6 +58,11 @@ STACKS = {
 }
 
 
+def _check_rope(rope: Rope | None) -> None:
+    if not (rope is None or isinstance(rope, Rope)):
+        raise ValueError(f"rope is {shown(rope)}: use a Rope, or None")
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """What may differ between layers; consecutive layers of one kind run in one scan.
@@ -85,8 +90,7 @@ class LayerKind:
     dense: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dense, bool):
-            raise ValueError(f"dense is {shown(self.dense)}: it must be True or False")
+        check_bool("dense", self.dense)
         if self.window is not None:
             check_integer("window", self.window, 1, MAX_SIZE)
         if self.mixer not in (known := get_args(Mixer)):
@@ -95,8 +99,7 @@ class LayerKind:
             raise ValueError(
                 f"norms is {shown(self.norms)}: use one of {str(known)[1:-1]}, or None"
             )
-        if not (self.rope is None or isinstance(self.rope, Rope)):
-            raise ValueError(f"rope is {shown(self.rope)}: use a Rope, or None")
+        _check_rope(self.rope)
         for name, value in (("window", self.window), ("rope", self.rope)):
             if self.mixer != "attention" and value is not None:
                 raise ValueError(
@@ -250,7 +253,7 @@ class DecoderConfig:
             check_positive(name, getattr(self, name))
         offset = as_number("norm_offset", self.norm_offset, "finite")
         check("norm_offset", math.isfinite(offset), "it must be finite")
-        check("rope", self.rope is None or isinstance(self.rope, Rope), "use a Rope, or None")
+        _check_rope(self.rope)
         if self.rope is not None and self.rope_theta != DecoderConfig.rope_theta:
             raise ValueError(
                 f"rope is {self.rope}, rope_theta {self.rope_theta}: rope has its own theta; leave "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from burst_jax.errors import check_integer
+from burst_jax.errors import check_coefficient, check_integer, check_positive
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.feed_forward import Auxiliary
 from burst_jax.parallel.collectives import gather_weights
@@ -361,11 +360,9 @@ def _check(
     options: HeadLoss,
 ) -> None:
     check_integer("chunk_size", options.chunk_size, 1)
-    z_loss, cap = options.z_loss, options.logits_soft_cap
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss is {z_loss}: it must be 0, which is none, or positive and finite")
-    if cap is not None and not 0 < cap < math.inf:
-        raise ValueError(f"logits_soft_cap is {cap}: it must be positive and finite, or None")
+    check_coefficient("z_loss", options.z_loss)
+    if options.logits_soft_cap is not None:
+        check_positive("logits_soft_cap", options.logits_soft_cap, also=", or None")
     if hidden.ndim != 3:
         raise ValueError(f"hidden has shape {hidden.shape}: it needs [B, T, D]")
     if kernel.ndim != 2 or kernel.shape[0] != hidden.shape[2]:

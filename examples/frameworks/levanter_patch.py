@@ -4,11 +4,13 @@
 import haliax as hax
 from jax.sharding import PartitionSpec as P
 from levanter.layers import attention as levanter
+from levanter.utils.mesh import DEFAULT_DP_AXES
 
 from burst_jax import axes_of, burst_attention, in_layout
 
 LAYOUT, N = "zigzag", 4  # N: the size of the mesh axis "context"
-AXES = axes_of(P("data", "context", "model"))  # of batch, position, heads in the axis mapping
+# Of batch, position, heads in the compute mapping.
+AXES = axes_of(P(DEFAULT_DP_AXES, "context", "model"))
 OPTIONS = dict(layout=LAYOUT, padding_id=-1, **AXES)
 
 

@@ -16,14 +16,16 @@ BATCH = packed_batch(4, VOCABULARY)
 
 class Block(eqx.Module):
     attention: eqx.nn.MultiheadAttention
-    rope: eqx.nn.RotaryPositionalEmbedding
+    rope: eqx.nn.RotaryPositionalEmbedding | None
     norm: eqx.nn.LayerNorm
     mlp: eqx.nn.MLP
 
-    def __init__(self, attention, key):
+    def __init__(self, attention, key, rope):
         first, second = jax.random.split(key)
         self.attention = attention(HEADS, FEATURES, key=first)
-        self.rope = eqx.nn.RotaryPositionalEmbedding(FEATURES // HEADS, theta=100.0)
+        self.rope = (
+            eqx.nn.RotaryPositionalEmbedding(FEATURES // HEADS, theta=100.0) if rope else None
+        )
         self.norm = eqx.nn.LayerNorm(FEATURES)
         self.mlp = eqx.nn.MLP(FEATURES, FEATURES, 4 * FEATURES, 1, jax.nn.gelu, key=second)
 
@@ -33,7 +35,8 @@ class Block(eqx.Module):
             return rotate(query), rotate(key), value
 
         h = jax.vmap(self.norm)(x)
-        x = x + self.attention(h, h, h, mask, process_heads=process_heads)
+        options = {} if self.rope is None else {"process_heads": process_heads}
+        x = x + self.attention(h, h, h, mask, key=jax.random.key(0), **options)
         return x + jax.vmap(self.mlp)(x)
 
 
@@ -45,7 +48,8 @@ class Decoder(eqx.Module):
     def __init__(self, key, attention=eqx.nn.MultiheadAttention):
         keys = jax.random.split(key, LAYERS + 2)
         self.embedding = eqx.nn.Embedding(VOCABULARY, FEATURES, key=keys[-1])
-        self.blocks = [Block(attention, k) for k in keys[:LAYERS]]
+        # The last layer has no RoPE.
+        self.blocks = [Block(attention, k, i < LAYERS - 1) for i, k in enumerate(keys[:LAYERS])]
         self.head = eqx.nn.Linear(FEATURES, VOCABULARY, key=keys[-2])
 
     def layers(self, x, segment_ids):

@@ -8,15 +8,13 @@ import jax
 import levanter_patch  # noqa: F401 - its effect is on the backend "nvte" alone
 import numpy as np
 from comparison import LENGTH, STEPS, compare, named_leaves, packed_batch
-from jax.sharding import AxisType
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmExample
+from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
 VOCABULARY = 64
 Batch, Pos = hax.Axis("batch", 4), hax.Axis("position", LENGTH)
-COMPUTE = {"batch": "data", "position": "context", "kv_head": "model", "mlp": "model"}
-PARAMETERS = {"embed": "data", "kv_head": "model", "mlp": "model"}
 
 
 def example():
@@ -61,21 +59,24 @@ def train(backend, mapping, parameters):
     return losses, before, named_leaves(eqx.filter(model, eqx.is_array))
 
 
-def on(devices, *arguments):
-    mesh = jax.make_mesh(
-        (devices // 4 or 1, min(devices, 4), 1), ("data", "context", "model"),
-        axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:devices],
+def on(devices, backend):
+    """On a mesh like that of levanter's trainer: the fields are those of its configuration."""
+    config = MeshConfig(
+        axes={"context": min(devices, 4)}, shared_mapping={"kv_head": "model"},
+        compute_mapping={"position": "context"},
     )  # fmt: skip
+    ici, dcn = config.axis_shapes(devices, 1)
+    mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn, devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
-        return train(*arguments)
+        return train(backend, config.resolved_compute_mapping, config.resolved_param_mapping)
 
 
 def unpatched():
-    return on(1, AttentionBackend.VANILLA, COMPUTE, PARAMETERS)
+    return on(1, AttentionBackend.VANILLA)
 
 
 def patched():
-    return on(8, AttentionBackend.NVTE, COMPUTE, PARAMETERS)
+    return on(8, AttentionBackend.NVTE)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def patched(model):
     return steps(
         # Not the strategy "ring", which MaxText rejects on CPUs: nothing but its checks reads it.
         model, jax.devices(), attention="cudnn_flash_te", context_parallel_strategy="all_gather",
+        context_parallel_reorder_strategy="dual_chunk_swap",
         ici_context_parallelism=4, ici_fsdp_parallelism=2,
     )  # fmt: skip
 

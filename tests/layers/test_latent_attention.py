@@ -101,6 +101,7 @@ def test_sizes_that_do_not_fit():
         Latent(8, 4, 6, norm_epsilon=-1)
     with pytest.raises(ValueError, match="dense is 1: it must be True or False"):
         LayerKind(dense=1)  # pyrefly: ignore
+    assert LayerKind(dense=np.True_).stack == LayerKind(dense=True).stack  # pyrefly: ignore
     with pytest.raises(ValueError, match="groups is 3, count 8: each group needs"):
         Experts(8, 2, groups=3)
     with pytest.raises(ValueError, match="per_token is 5, and 2 of 4 groups have 4 experts"):

@@ -141,6 +141,7 @@ def test_copies_are_summed_in_float32():
             "score is 'max': use one of 'softmax', ",
         ),
         (lambda: Experts(4, 2, clamp=0.0), ValueError, "clamp is 0.0: it must be positive"),
+        (lambda: Experts(4, 2, balance_loss=True), ValueError, "balance_loss is True: it must be"),
         (lambda: Experts(4, 2, z_loss=-1.0), ValueError, "z_loss is -1.0: it must be 0, which is"),
         (
             lambda: DecoderConfig(experts=Experts(4, 2)),

@@ -250,6 +250,7 @@ MISTAKES = {
     "mesh": ({"mesh": None}, "mesh is None and no mesh is set: pass mesh=, or enter"),
     "z-loss": ({"z_loss": -0.1}, "z_loss is -0.1: it must be 0, which is none, or positive and"),
     "z-loss-nan": ({"z_loss": float("nan")}, "z_loss is nan: it must be 0"),
+    "z-loss-bool": ({"z_loss": True}, "z_loss is True: it must be 0, which is none, or positive"),
     "cap": ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0: it must be positive and finite"),
     "cap-inf": ({"logits_soft_cap": float("inf")}, "logits_soft_cap is inf: it must be positive"),
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal, get_args
 
-from burst_jax.errors import check_bool, check_integer, check_positive, shown
+from burst_jax.errors import check_bool, check_coefficient, check_integer, check_positive, shown
 from burst_jax.models.feed_forward import DecoderConfig, GatedMLP
 
 Score = Literal["softmax", "sigmoid"]
@@ -95,11 +94,7 @@ class Experts:
         if self.capacity_factor is not None:
             check_positive("capacity_factor", self.capacity_factor, also=", or None")
         for name in ("balance_loss", "z_loss"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise ValueError(
-                    f"{name} is {shown(value)}: it must be 0, which is none, or positive and finite"
-                )
+            check_coefficient(name, getattr(self, name))
 
     def _check_groups(self) -> None:
         """Raises ValueError for groups that do not fit the experts."""
