@@ -118,5 +118,7 @@ def test_decays_per_channel(name):
 def test_other_head_dims(name):
     """The rows of the map, too, have the true ones."""
     channels, (head_dim, value_dim) = name == "channels", HEAD_DIMS[name]
-    sizes = {"head_dim": head_dim, "value_dim": value_dim} | ({"channels": True} if channels else {})
+    sizes = {"head_dim": head_dim, "value_dim": value_dim} | (
+        {"channels": True} if channels else {}
+    )
     check("edges-grouped", CASES, "sm90" if channels else name, **sizes)

@@ -1,7 +1,7 @@
 """The gated delta rule on one GPU since Ampere: forward, affine map and gradients.
 
-States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64. Heads of other
-dims become such heads: :mod:`pallas_kernels.linear.head_dims`.
+States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64. Other head
+dims are padded and split to these: :mod:`pallas_kernels.linear.head_dims`.
 """
 
 from __future__ import annotations
