@@ -200,14 +200,20 @@ class DeltaNetSizes:
         return self.kernel_heads * HEAD_DIM, 2 * self.key_heads * HEAD_DIM
 
     def copied_bytes(self, *, backward: bool = False) -> int:
-        """Bytes per token that are read and written to pad arrays in bfloat16 and to undo it.
+        """Bytes per token that are read and written to pad arrays and to undo it, in bfloat16.
 
         At most: XLA fuses some of it. Forward queries, keys, values and the output; backward
-        queries, keys, values, the output's gradient, and the gradients of the first three.
+        queries, keys, values, the output's gradient, and the gradients of the first three. Decays
+        per key channel are like queries, in float32, and repeated for every head of the kernels.
         """
-        both = zip(self.features, self.kernel_features, strict=True)
-        values, keys = (2 * (x + y) if x != y else 0 for x, y in both)
-        return 3 * values + 2 * keys if backward else 2 * values + keys
+        (values, keys), (own_values, own_keys) = self.kernel_features, self.features
+        passes = 2 if backward else 1
+        total = passes * 2 * (keys + own_keys) if keys != own_keys else 0
+        if values != own_values:
+            total += (1 + passes) * 2 * (values + own_values)
+        if self.channels and values != self.heads * self.head_dim:
+            total += passes * 4 * (values + self.heads * self.head_dim)
+        return total
 
     @property
     def map_bytes(self) -> int:
