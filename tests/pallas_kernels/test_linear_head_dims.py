@@ -40,9 +40,8 @@ def of_128_alone(function):
     return run
 
 
-KERNELS = with_head_dims(
-    dataclasses.replace(XLA, **{name: of_128_alone(getattr(XLA, name)) for name in PASSES})
-)
+_of_128: Any = {name: of_128_alone(getattr(XLA, name)) for name in PASSES}
+KERNELS = with_head_dims(dataclasses.replace(XLA, **_of_128))
 
 
 @pytest.fixture(autouse=True)
