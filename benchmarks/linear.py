@@ -35,7 +35,7 @@ from pallas_kernels.timing import relative_error
 SCALE = HEAD_DIM**-0.5
 # Accepted relative errors of bfloat16 results.
 TOLERANCE = 1.5e-2
-# FLOPs per token and value head, with chunks of 64 tokens.
+# FLOPs per token and value head of 128, with chunks of 64 tokens.
 FORWARD_FLOPS, BOTH_FLOPS = 10.75e6 / 64, (10.75e6 + 28.35e6) / 64
 FAMILIES = ("mosaic_sm90", "mosaic_sm80")
 RESULTS = ("o", "last", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstart")
@@ -163,7 +163,7 @@ class Check:
         self.name = name
         arrays, programs = case.arrays(), {"plain": _plain_results}
         programs["kernels"] = functools.partial(_kernel_results, family)
-        if case.batch == 1 and case.length % 128 == 0:
+        if case.batch == 1 and case.length % 128 == 0 and not case.is_padded:
             programs["two blocks"] = functools.partial(_results_of_two_blocks, family)
         self._arrays = arrays
         self._compiled = {
@@ -262,6 +262,10 @@ def add_command(commands: Any) -> None:
         help="a decay per key channel (Kimi Delta Attention), with Hopper's kernels",
     )  # fmt: skip
     parser.add_argument(
+        "--head-dims", nargs=2, type=integer(1), default=[HEAD_DIM] * 2, metavar=("H", "HV"),
+        help="of keys and values; those unlike 128 are padded: whole calls alone are timed",
+    )  # fmt: skip
+    parser.add_argument(
         "--implementation", choices=FAMILIES, default=FAMILIES[0],
         help="mosaic_sm80 is compiled for an A100 on a newer GPU, too (default: %(default)s)",
     )  # fmt: skip
@@ -298,7 +302,7 @@ def run(args: argparse.Namespace) -> None:
     ampere = as_ampere() if family.name == "mosaic_sm80" else contextlib.nullcontext()
     with ampere, ThreadPoolExecutor(14) as pool:
         checks = [
-            Check(name, dataclasses.replace(case, channels=args.channels), family, pool)
+            Check(name, dataclasses.replace(case, **_form(args)), family, pool)
             for name, case in CHECKED.items()
         ]
         cases = _timed_cases(args)
@@ -336,13 +340,18 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['check']}, {row['program']}: {' '.join(errors)}; {bits}{mark}"
 
 
+def _form(args: argparse.Namespace) -> dict[str, Any]:
+    """What all cases of a run share."""
+    return {"channels": args.channels, "dims": tuple(args.head_dims)}
+
+
 def _timed_cases(args: argparse.Namespace) -> list[tuple[Case, bool]]:
     """Whole sequences and two blocks of half of each, and whether kernels are timed alone."""
     key_heads = args.heads if args.key_heads is None else args.key_heads
     cases = []
     for length in args.lengths:
-        detailed = length == max(args.lengths)
-        case = Case(length, args.heads, key_heads, channels=args.channels)
+        case = Case(length, args.heads, key_heads, **_form(args))
+        detailed = length == max(args.lengths) and not case.is_padded
         half = dataclasses.replace(case, length=length // 2, batch=2)
         cases += [(case, detailed), (half, detailed)]
     return cases
@@ -415,7 +424,7 @@ def _time(
             "turns": [1e3 * turn.seconds for turn in times],
         }  # fmt: skip
         flops = {FORWARD: FORWARD_FLOPS, BOTH: BOTH_FLOPS}.get(name)
-        if flops is not None:
+        if flops is not None and not case.is_padded:
             row["tflops"] = 1e-9 * flops * case.batch * case.length * case.heads / ms
         rows.append(row)
         print(f"{case}, {side}, {name}: {ms:.3f} ms", flush=True)

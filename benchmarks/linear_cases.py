@@ -29,6 +29,7 @@ class Case:
       documents: whether there are documents and padding.
       edges: whether some betas are 0, 1 and 2.
       channels: whether there is a decay per key channel.
+      dims: H and Hv.
     """
 
     length: int
@@ -39,10 +40,17 @@ class Case:
     documents: bool = False
     edges: bool = False
     channels: bool = False
+    dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether its head dims are not the kernels'."""
+        return self.dims != (HEAD_DIM, HEAD_DIM)
 
     def __str__(self) -> str:
         blocks = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{blocks}{self.length:,} tokens, {self.key_heads}/{self.heads} heads"
+        dims = " of {}/{}".format(*self.dims) if self.is_padded else ""
+        return f"{blocks}{self.length:,} tokens, {self.key_heads}/{self.heads} heads{dims}"
 
     def arrays(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
         """Inputs, the first state, and gradients of the output and of the last state."""
@@ -50,7 +58,8 @@ class Case:
 
     def _drawn(self) -> tuple[Inputs, jax.Array, jax.Array, jax.Array]:
         keys = jax.random.split(jax.random.key(0), 11)
-        by_key = self.batch, self.length, self.key_heads, HEAD_DIM
+        head_dim, value_dim = self.dims
+        by_key = self.batch, self.length, self.key_heads, head_dim
         by_head = self.batch, self.length, self.heads
 
         def unit(key: jax.Array) -> jax.Array:
@@ -58,13 +67,13 @@ class Case:
             return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
 
         def values(key: jax.Array) -> jax.Array:
-            return jax.random.normal(key, (*by_head, HEAD_DIM), jnp.bfloat16)
+            return jax.random.normal(key, (*by_head, value_dim), jnp.bfloat16)
 
         def state(key: jax.Array) -> jax.Array:
-            shape = self.batch, self.heads, HEAD_DIM, HEAD_DIM
+            shape = self.batch, self.heads, *self.dims
             return jax.random.normal(key, shape, jnp.float32)
 
-        decays = (*by_head, HEAD_DIM) if self.channels else by_head
+        decays = (*by_head, head_dim) if self.channels else by_head
         log_decay = -self.decay * jax.random.uniform(keys[3], decays, jnp.float32)
         beta = jax.random.uniform(keys[4], by_head, jnp.float32)
         if self.edges:

@@ -158,7 +158,7 @@ def gated_delta_rule(
       initial_state: float32 ``[B, N, H, Hv]``, the state before the first token; None is zero.
       return_final_state: whether to return the state after the last token, too. Default False.
       implementation: "mosaic_sm90" (Hopper) and "mosaic_sm80" (A100 and newer, a decay per head),
-        for bfloat16 and head dims 128; "xla"; or None for the fastest that supports the call.
+        for bfloat16 and H up to 128; "xla"; or None for the fastest that supports the call.
 
     Returns:
       out ``[B, T, N, Hv]`` in the query's dtype, sharded like the value; with

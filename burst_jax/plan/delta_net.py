@@ -25,9 +25,11 @@ scans, again in the backward pass. The numbers of an H200 that its rates are fit
 The backward pass of these programs computes the operands again, as that of a training step does.
 
 Affine map and first state's gradient are those of heads that forget slowly; where all decays are
-strong they take 0.061 and 0.072. The numbers for Ampere are estimates: its code takes 1.19 / 3.71
-at 32,768 tokens on an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an
-H200, before X and P were computed in the scan's launch.
+strong they take 0.061 and 0.072. Heads of other dims are as many heads of 128 as the kernels pad
+and split them to (``DeltaNetSizes.kernel_heads``), and arrays that are padded are copied: counted,
+not measured. The numbers for Ampere are estimates: its code takes 1.19 / 3.71 at 32,768 tokens on
+an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an H200, before X and P
+were computed in the scan's launch.
 """
 
 from __future__ import annotations
@@ -41,10 +43,9 @@ from burst_jax.linear.runs import DeviceRuns, Exchange, device_runs
 from burst_jax.models.delta_net import DeltaNet, KimiDelta
 from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.training_strategy import TrainingStrategy
+from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM
+from pallas_kernels.linear.head_dims import value_parts
 
-CHUNK = 64
-# The kernels' head dims; XLA's path has no rates.
-HEAD_DIM = 128
 # CTAs of a chain: each has half of the state's columns. And SMs of a GPU, by its kernels.
 _CTAS_PER_CHAIN = 2
 _SMS = {"fused": 132, "reordered": 108}
@@ -145,14 +146,13 @@ class DeltaNetSizes:
 
         Raises:
           ValueError: the tensor axis does not divide the heads.
-          NotImplementedError: head dims without kernels.
+          NotImplementedError: a key head dim without kernels.
         """
         tensor = strategy.tensor
-        if (sizes.head_dim, sizes.value_head_dim) != (HEAD_DIM, HEAD_DIM):
+        if sizes.head_dim > HEAD_DIM:
             raise NotImplementedError(
-                f"delta_net has head_dim {sizes.head_dim} and value_head_dim "
-                f"{sizes.value_head_dim}: the planner has rates of the kernels' {HEAD_DIM} alone, "
-                "none of XLA's path"
+                f"delta_net has head_dim {sizes.head_dim}: the planner has rates of the kernels, "
+                f"which support up to {HEAD_DIM}, none of XLA's path"
             )
         for name, count in (("heads", sizes.num_heads), ("key heads", sizes.num_key_heads)):
             if count % tensor:
@@ -177,12 +177,43 @@ class DeltaNetSizes:
     @property
     def convolved(self) -> int:
         """Features of the convolutions: of queries, keys and values."""
-        return 2 * self.key_heads * self.head_dim + self.out
+        return sum(self.features)
 
     @property
     def out(self) -> int:
         """Features of the output projection's input."""
         return self.heads * self.value_dim
+
+    @property
+    def kernel_heads(self) -> int:
+        """Value heads of 128 that the kernels have for them."""
+        return self.heads * value_parts(self.value_dim)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Features of values, and those of queries and keys together."""
+        return self.out, 2 * self.key_heads * self.head_dim
+
+    @property
+    def kernel_features(self) -> tuple[int, int]:
+        """The same of the arrays that the kernels have."""
+        return self.kernel_heads * HEAD_DIM, 2 * self.key_heads * HEAD_DIM
+
+    def copied_bytes(self, *, backward: bool = False) -> int:
+        """Bytes per token that are read and written to pad arrays and to undo it, in bfloat16.
+
+        At most: XLA fuses some of it. Forward queries, keys, values and the output; backward
+        queries, keys, values, the output's gradient, and the gradients of the first three. Decays
+        per key channel are like queries, in float32, and repeated for every head of the kernels.
+        """
+        (values, keys), (own_values, own_keys) = self.kernel_features, self.features
+        passes = 2 if backward else 1
+        total = passes * 2 * (keys + own_keys) if keys != own_keys else 0
+        if values != own_values:
+            total += (1 + passes) * 2 * (values + own_values)
+        if self.channels and values != self.heads * self.head_dim:
+            total += passes * 4 * (values + self.heads * self.head_dim)
+        return total
 
     @property
     def map_bytes(self) -> int:
@@ -220,10 +251,11 @@ class DeltaNetSizes:
         These are the inverses, on Ampere also the scores, 64 numbers a token, and five float32;
         with a decay per key channel nothing.
         """
+        out = self.heads * 2 * self.value_dim
         if self.channels:
-            return self.heads * 2 * self.value_dim
+            return out
         matrices = 1 if kernels == "fused" else 2
-        return self.heads * (2 * self.value_dim + 2 * CHUNK * matrices + 4 * 5)
+        return out + self.kernel_heads * (2 * CHUNK * matrices + 4 * 5)
 
     def state_bytes(self, rows: int) -> int:
         """Bytes that a layer keeps of M and of the state before each run, float32."""
@@ -285,16 +317,21 @@ def estimate(
         )
     rates, bandwidth = RATES[gpu.kernels, sizes.channels], 1e9 * gpu.bandwidth
     chunks = -(-tokens // (rows * sizes.runs * CHUNK))
-    ctas = _CTAS_PER_CHAIN * rows * sizes.runs * sizes.heads
+    heads = sizes.kernel_heads
+    ctas = _CTAS_PER_CHAIN * rows * sizes.runs * heads
     waves = -(-ctas // _SMS[gpu.kernels])
 
     def seconds(*passes: Pass) -> float:
         each = ((x.chunk, max(x.token, x.bytes / bandwidth)) for x in passes)
-        times = (max(chunks * waves * a, tokens * sizes.heads * b) for a, b in each)
+        times = (max(chunks * waves * a, tokens * heads * b) for a, b in each)
         return rates.fixed + sum(times)
 
     features = tokens * (sizes.convolved + 2 * sizes.out)
-    around = {name: features * count / bandwidth for name, count in _AROUND.items()}
+    around = {
+        name: (features * count + tokens * sizes.copied_bytes(backward=name == "backward"))
+        / bandwidth
+        for name, count in _AROUND.items()
+    }
     forward = seconds(*rates.forward) + around["forward"]
     backward = seconds(*rates.backward) + around["backward"]
     halo, hosts = sizes.halo_bytes(rows, itemsize=2), 1

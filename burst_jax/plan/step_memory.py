@@ -93,7 +93,7 @@ def saved_bytes(sizes: DeviceSizes, remat: Remat, mixer: Mixer, kernels: str) ->
             features += (2 + 4 / s.itemsize) * s.gate
     size = s.tokens * features * s.itemsize + share * out
     if remat == "none" and mixer == "delta_net":
-        size += _of_delta_net(s, _SAVED, _CHANNELS_SAVED)
+        size += _of_delta_net(s, _SAVED, _CHANNELS_SAVED, padded=False)
     return int(size)
 
 
@@ -218,17 +218,20 @@ def _of_attention(s: DeviceSizes, strategy: TrainingStrategy, rotation: str, ker
     return query + 2 * out + 2 * kv + ring
 
 
-def _of_delta_net(s: DeviceSizes, arrays: tuple[float, float], of_channels: float) -> float:
+def _of_delta_net(
+    s: DeviceSizes, arrays: tuple[float, float], of_channels: float, *, padded: bool = True
+) -> float:
     """Bytes of arrays: how many have the size of v, and how many that of q and k together.
 
-    ``of_channels`` are those in addition with a decay per key channel.
+    ``of_channels`` are those in addition with a decay per key channel. ``padded``: with the head
+    dims that the kernels pad them to, for arrays around the kernels an upper bound.
     """
     d = s.delta_net
     assert d is not None
     of_values, of_keys = arrays
     of_values += of_channels if d.channels else 0
-    features = of_values * d.out + of_keys * 2 * d.key_heads * d.head_dim
-    return s.tokens * s.itemsize * features
+    values, keys = d.kernel_features if padded else d.features
+    return s.tokens * s.itemsize * (of_values * values + of_keys * keys)
 
 
 def _peak(s: DeviceSizes, remat: Remat, kernels: str) -> float:

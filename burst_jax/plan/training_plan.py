@@ -408,11 +408,12 @@ def _mixers(config: DecoderConfig) -> str:
         return heads
     if count := config.mixers.get("attention"):
         sizes.append(f"{count} with {heads}")
+    dims = dict.fromkeys((delta_net.head_dim, delta_net.value_head_dim))
     return ", ".join(
         [
             *sizes,
             f"{config.mixers['delta_net']} with {delta_net.title} of {delta_net.num_heads}/"
-            f"{delta_net.num_key_heads} heads x {delta_net.head_dim}",
+            f"{delta_net.num_key_heads} heads x {'/'.join(map(str, dims))}",
         ]
     )
 

@@ -73,7 +73,7 @@ def training(
 
     Raises:
       NotImplementedError: the decoder has LoRA adapters, which are trained without the weights; or
-        linear attention with head dims other than 128, which has no kernels; or Kimi Delta
+        linear attention with key head dims above 128, which has no kernels; or Kimi Delta
         Attention on a GPU that is not Hopper's.
       ValueError: a size that is not a positive integer, an unknown GPU, moment_dtype or moments,
         not a ``DecoderConfig``, or no possible strategy.

@@ -99,10 +99,12 @@ def with_identity(start: jax.Array) -> jax.Array:
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    """Why the kernels do not support these shapes and dtypes, or None if they do."""
-    dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    if dims != (HEAD_DIM, HEAD_DIM):
-        return f"it has head dims {(HEAD_DIM, HEAD_DIM)}, query and value have {dims}"
+    """Why the kernels do not support these shapes and dtypes, or None if they do.
+
+    With :func:`pallas_kernels.linear.head_dims.with_head_dims`.
+    """
+    if (keys := inputs.q.shape[-1]) > HEAD_DIM:
+        return f"it has key head dims up to {HEAD_DIM}, query has {keys} (value: any)"
     if inputs.q.dtype != jnp.bfloat16:
         return f"it computes in bfloat16, query has dtype {inputs.q.dtype}"
     return None

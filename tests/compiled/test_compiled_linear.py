@@ -72,14 +72,15 @@ def linear_ring(layout, mesh):
 
 
 @pytest.mark.parametrize(
-    ("n", "layout", "heads", "launches"),
+    ("n", "layout", "heads", "dims", "launches"),
     [
-        (8, "zigzag", 8, 51),
-        pytest.param(8, "contiguous", 4, 42, marks=pytest.mark.slow),
-        pytest.param(2, "zigzag", 4, 25, marks=pytest.mark.slow),
+        (8, "zigzag", 8, (128, 128), 51),
+        pytest.param(8, "contiguous", 4, (128, 128), 42, marks=pytest.mark.slow),
+        pytest.param(2, "zigzag", 4, (128, 128), 25, marks=pytest.mark.slow),
+        pytest.param(2, "zigzag", 4, (96, 192), 31, marks=pytest.mark.slow),
     ],
 )
-def test_devices_exchange_their_maps_alone(n, layout, heads, launches):
+def test_devices_exchange_their_maps_alone(n, layout, heads, dims, launches):
     """M and U or states, float32, in few launches; no token is sent, none is gathered."""
     tokens, mesh = 256, compiled.gpu_mesh("h100", n)
 
@@ -87,7 +88,9 @@ def test_devices_exchange_their_maps_alone(n, layout, heads, launches):
         sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
         return jax.ShapeDtypeStruct((1, n * tokens, *shape), dtype, sharding=sharding)
 
-    keys, values, gates = array(KEY_HEADS, 128), array(heads, 128), array(heads, dtype=jnp.float32)
+    head_dim, value_dim = dims
+    keys, values = array(KEY_HEADS, head_dim), array(heads, value_dim)
+    gates = array(heads, dtype=jnp.float32)
     arrays = keys, keys, values, gates, gates
     program = compiled.compile_for(linear_ring(layout, mesh), *arrays, has_kernels=False)
     operations = [each for line in compiled.computations(program).values() for each in line]
@@ -106,10 +109,11 @@ def test_devices_exchange_their_maps_alone(n, layout, heads, launches):
         ][-2:]
         for each in found
     ]
-    states = (2 if layout == "zigzag" else 1) * heads * 128 * 128
+    rows = (2 if layout == "zigzag" else 1) * heads * head_dim
+    states, maps = rows * value_dim, rows * (value_dim + head_dim)
     if by_heads:  # Maps and states; M remains for the gradients.
-        assert [x[-1] for x in sizes] == [2 * states, states, states, states]
+        assert [x[-1] for x in sizes] == [maps, states, states, states]
     else:  # Both arrays of a pass in one collective.
-        assert sizes == [[2 * n * states], [n * states, n * states]]
+        assert sizes == [[n * maps], [n * states, n * (maps - states)]]
     assert not any("bf16[" in each.result for each in found)
     assert len(compiled.small_launches(program)) <= launches

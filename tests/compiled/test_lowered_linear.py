@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import lowered_programs as programs
 import pytest
 from jax.sharding import AxisType
+from jaxprs import count, equations
 
 from burst_jax import linear
 
@@ -33,7 +34,9 @@ def program(mesh, layout, documents):
     return run
 
 
-def shapes(mesh, *, vmapped: int | None = None, channels: bool = False):
+def shapes(
+    mesh, *, vmapped: int | None = None, channels: bool = False, dims: tuple[int, int] = (128, 128)
+):
     """Of the arrays, with another dimension in front under ``vmap``, or decays per channel."""
     front = () if vmapped is None else (vmapped,)
     length = TOKENS * mesh.shape["seq"]
@@ -42,10 +45,11 @@ def shapes(mesh, *, vmapped: int | None = None, channels: bool = False):
         spec = (*[None] * len(front), None, "seq") if split else ()
         return programs.a_shape(mesh, (*front, 1, *shape), dtype, *spec)
 
-    keys, values = (array(length, heads, 128) for heads in (KEY_HEADS, HEADS))
+    head_dim, value_dim = dims
+    keys, values = array(length, KEY_HEADS, head_dim), array(length, HEADS, value_dim)
     gates = array(length, HEADS, dtype=jnp.float32)
-    state = array(HEADS, 128, 128, dtype=jnp.float32, split=False)
-    decays = array(length, HEADS, 128, dtype=jnp.float32) if channels else gates
+    state = array(HEADS, *dims, dtype=jnp.float32, split=False)
+    decays = array(length, HEADS, head_dim, dtype=jnp.float32) if channels else gates
     return keys, keys, values, decays, gates, state, array(length, dtype=jnp.int32)
 
 
@@ -87,3 +91,29 @@ def test_on_ampere(n, layout, documents, lowers):
     mesh = programs.abstract_mesh("a100", {"seq": n})
     run = program(mesh, layout, documents)
     programs.for_gpu("a100", mesh, run, *shapes(mesh), lowers=lowers)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "n", "layout", "channels", "dims", "lowers"),
+    [
+        ("h100", 2, "zigzag", False, (96, 192), False),
+        pytest.param("h100", 3, "contiguous", True, (61, 130), True, marks=SLOW),
+        pytest.param("a100", 3, "zigzag", False, (64, 300), True, marks=SLOW),
+    ],
+)
+def test_other_head_dims(gpu, n, layout, channels, dims, lowers):
+    """On the kernels; devices send maps and states without padding."""
+    mesh = programs.abstract_mesh(gpu, {"seq": n})
+    given = shapes(mesh, channels=channels, dims=dims)
+    traced = programs.for_gpu(gpu, mesh, program(mesh, layout, True), *given, lowers=lowers)
+    keys, values = dims
+    sent = [
+        x.aval.shape[-2:]
+        for equation, _ in equations(traced.jaxpr.jaxpr)
+        for x in equation.invars
+        if equation.primitive.name in ("all_gather", "all_to_all", "ppermute")
+        and x.aval.dtype == jnp.float32
+    ]
+    # Maps, states (of a gather U and M), gradients.
+    assert {(values + keys, keys)} < set(sent) <= {(n, keys) for n in (values + keys, values, keys)}
+    assert count(traced.jaxpr.jaxpr, "mpmd_map") > 0

@@ -51,11 +51,11 @@ class Draw:
       run: tokens of each of a device's runs.
       batch: B.
       heads: N and K.
-      head_dim: H and Hv.
       documents: number of documents of a sequence, 0 without segment ids.
       decay: largest decrease of a log decay.
       edges: whether some gates are 0 or very large.
       channels: whether there is a decay per key channel.
+      dims: H and Hv.
     """
 
     index: int
@@ -64,11 +64,11 @@ class Draw:
     run: int
     batch: int
     heads: tuple[int, int]
-    head_dim: int
     documents: int
     decay: float
     edges: bool
     channels: bool
+    dims: tuple[int, int]
 
     @property
     def length(self) -> int:
@@ -76,8 +76,16 @@ class Draw:
         return self.run * self.devices * (2 if self.layout == "zigzag" else 1)
 
 
-def draw(index: int, devices: int, head_dim: int = 128) -> Draw:
-    """Draw number ``index``; one in four is on one device."""
+def _dims(rng: np.random.Generator) -> tuple[int, int]:
+    """Mostly what kernels have; else what some models have, or any that are padded to it."""
+    others = (64, 64), (64, 128), (96, 192), (128, 256)
+    drawn = int(rng.integers(1, 129)), int(rng.integers(1, 300))
+    choices = [(128, 128)] * 6 + [others[rng.integers(len(others))], drawn]
+    return choices[rng.integers(len(choices))]
+
+
+def draw(index: int, devices: int, head_dim: int | None = None) -> Draw:
+    """Draw number ``index``; one in four is on one device, one in four has head dims unlike 128."""
     rng = np.random.default_rng((index, 3))
     return Draw(
         index=index,
@@ -87,20 +95,20 @@ def draw(index: int, devices: int, head_dim: int = 128) -> Draw:
         run=int(64 * rng.integers(1, 8) - rng.integers(2) * rng.integers(64)),
         batch=int(rng.integers(1, 3)),
         heads=((4, 2), (2, 2), (3, 1), (1, 1))[rng.integers(4)],
-        head_dim=head_dim,
         documents=int(rng.choice([0, 2, 5, 12])),
         decay=float(rng.choice([1e-3, 0.1, 3.0])),
         edges=bool(rng.integers(2)),
         channels=bool(rng.integers(2)),
+        dims=_dims(rng) if head_dim is None else (head_dim, head_dim),
     )
 
 
 def case_of(drawn: Draw) -> linear_cases.Case:
     """Its arrays, in natural order."""
-    heads, key_heads = drawn.heads
+    (heads, key_heads), (head_dim, value_dim) = drawn.heads, drawn.dims
     return linear_cases.draw(
         np.random.default_rng(drawn.index), drawn.length, batch=drawn.batch, heads=heads,
-        key_heads=key_heads, head_dim=drawn.head_dim, decay=drawn.decay,
+        key_heads=key_heads, head_dim=head_dim, value_dim=value_dim, decay=drawn.decay,
         documents=drawn.documents, edges=drawn.edges, channels=drawn.channels,
     )  # fmt: skip
 
@@ -207,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--step", type=int, default=1, help="to the next one, for many processes (default: 1)")
     add("--minutes", type=float, default=float("inf"), help="after which no further one starts")
     add("--only", type=int, help="one draw alone")
-    add("--head-dim", type=int, default=128, help="of keys and values (default: 128)")
+    add("--head-dim", type=int, help="of keys and values (default: drawn, mostly 128)")
     add("--threads", type=int, default=8, help="that compile (default: 8)")
     args = parser.parse_args(argv)
     compile_as_ampere(args.implementation)

@@ -243,8 +243,8 @@ def test_implementations_of_each_gpu(monkeypatch):
     assert resolved(None, 9.0) == resolved("mosaic_sm90", 9.0) == "mosaic_sm90"
     assert resolved("xla", 9.0) == "xla"
     for options, reason in (
-        ({"capability": 9.0, "dim": 64},
-         "'mosaic_sm90': it has head dims (128, 128), query and value have (64, 64)"),
+        ({"capability": 9.0, "dim": 129},
+         "'mosaic_sm90': it has key head dims up to 128, query has 129 (value: any)"),
         ({"capability": 9.0, "dtype": jnp.float32},
          "'mosaic_sm90': it computes in bfloat16, query has dtype float32"),
         ({"capability": 8.0, "channels": (128,)},
@@ -259,8 +259,10 @@ def test_implementations_of_each_gpu(monkeypatch):
     with warnings.catch_warnings():  # A GPU without kernels of attention either.
         warnings.simplefilter("error")
         assert resolved(None, 7.5) == "xla"
-    with pytest.raises(NotImplementedError, match=r"'mosaic_sm90' cannot run: it has head dims"):
-        resolved("mosaic_sm90", 9.0, dim=64)
+    assert resolved(None, 9.0, dim=61) == "mosaic_sm90"
+    assert resolved(None, 8.0, dim=61) == "mosaic_sm80"
+    with pytest.raises(NotImplementedError, match="'mosaic_sm90' cannot run: it has key head dims"):
+        resolved("mosaic_sm90", 9.0, dim=256)
     assert resolved(None, 9.0, channels=(128,)) == "mosaic_sm90"
     with pytest.raises(NotImplementedError, match="'mosaic_sm80' cannot run: it has one decay per"):
         resolved("mosaic_sm80", 9.0, channels=(128,))

@@ -27,10 +27,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "sm80": (interpreted_sm80.interpreted, sm80, {"form": Form.APART}),
     "sm80-ahead": (interpreted_sm80.interpreted, sm80, {"form": Form.AHEAD}),
 }
-RESTORE = {
-    sm80.__name__: sm80.MOSAIC_SM80.restore,
-    sm90.__name__: sm90.MOSAIC_SM90.restore,
-}
+KERNELS = {sm80.__name__: sm80.MOSAIC_SM80, sm90.__name__: sm90.MOSAIC_SM90}
 # [tokens, options]: an even and an odd number of chunks, more than stages, and one; documents that
 # begin inside of chunks; padding; groups; chunks that leave nothing in the last state.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -45,6 +42,8 @@ CHANNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
     "strong-decay": (64, {"heads": 1, "decay": 5.0}),
 }
+# Key and value head dims: padded, padded and split, split alone; no multiples of 8.
+HEAD_DIMS = {"sm90": (96, 192), "sm80": (100, 300), "channels": (61, 130)}
 
 
 def run(case, family):
@@ -56,17 +55,18 @@ def run(case, family):
     states = case.start, case.dlast, case.start / 2
     start, last, half = (np.asarray(x, np.float32) for x in states)
     interpret, operation, options = FAMILIES[family]
+    kernels = KERNELS[operation.__name__]
 
     def run_all(inputs, start, do, last, half):
         if options["form"] is Form.APART:  # As devices of a ring do.
-            prepared, rows = operation.mapped(inputs, half)
+            prepared, rows = kernels.mapped(inputs, half)
         else:
             prepared = operation.prepare(inputs, **options)
             rows = operation.affine(inputs, prepared, half)
-        *results, kept = operation.forward(inputs, prepared, start, case.scale)
-        prepared = RESTORE[operation.__name__](inputs, kept)
-        gradients = operation.backward(inputs, prepared, start, do, last, case.scale)
-        alone = operation.first_state_gradient(inputs, prepared, do, last, case.scale)
+        *results, kept = kernels.forward(inputs, prepared, start, case.scale)
+        prepared = kernels.restore(inputs, kept)
+        gradients = kernels.backward(inputs, prepared, start, do, last, case.scale)
+        alone = kernels.first_gradient(inputs, prepared, do, last, case.scale)
         return dict(zip(linear_cases.NAMES, (*results, *gradients), strict=True)), rows, alone
 
     inputs = Inputs(q, k, v, case.log_decay, case.beta, tokens)
@@ -86,7 +86,7 @@ def check(name, cases, family, **more):
     results = run(case, family)
     for result, got in results.items():
         # A head's terms of beta's gradient cancel where its state is forgotten at once.
-        of = terms if result == "dbeta" and more else None
+        of = terms if result == "dbeta" and more.get("channels") else None
         assert linear_cases.error(got, want[result], of) < 8e-3, result
     if case.ids is not None:
         # No decay applies there.
@@ -111,3 +111,14 @@ def test_as_exact_as_bfloat16(monkeypatch, name, family):
 @pytest.mark.parametrize("name", names(CHANNEL_CASES))
 def test_decays_per_channel(name):
     check(name, CHANNEL_CASES, "sm90", channels=True)
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize("name", HEAD_DIMS)
+def test_other_head_dims(name):
+    """The rows of the map, too, have the true ones."""
+    channels, (head_dim, value_dim) = name == "channels", HEAD_DIMS[name]
+    sizes = {"head_dim": head_dim, "value_dim": value_dim} | (
+        {"channels": True} if channels else {}
+    )
+    check("edges-grouped", CASES, "sm90" if channels else name, **sizes)

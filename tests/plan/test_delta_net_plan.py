@@ -84,6 +84,29 @@ def test_kernels_of_decays_per_channel(monkeypatch, rows, length, forward, both)
         estimate(sizes, a100, strategy, tokens=tokens, rows=rows)
 
 
+@pytest.mark.parametrize("kind", [DeltaNet, KimiDelta])
+def test_other_head_dims_are_heads_of_128(monkeypatch, kind):
+    """A head of 192 values is two of 128 for the kernels; devices exchange the true ones."""
+    monkeypatch.setattr(delta_net, "_AROUND", {"forward": 0, "backward": 0})
+    strategy, cluster = strategy_of(1, "contiguous"), Cluster(GPUS["h200"], 1, 1, 50.0)
+    sizes, same = (DeltaNetSizes.of(kind(*x), strategy) for x in ((8, 8, 96, 192), (16, 8, 128)))
+    found, want = (estimate(x, cluster, strategy, tokens=2**16, rows=1) for x in (sizes, same))
+    # Of each array as it is and padded: q, k, v and o; q, k, v, do and the gradients of the first.
+    keys, values = 2 * 2 * 8 * (96 + 128), 2 * 8 * (192 + 256)
+    if kind is KimiDelta:  # Decays of every key channel and head.
+        keys += 4 * 8 * (96 + 2 * 128)
+    for name, copied in (("forward", keys + 2 * values), ("backward", 2 * keys + 3 * values)):
+        extra = 2**16 * copied / (1e9 * cluster.gpu.bandwidth)
+        seconds = getattr(want, f"{name}_seconds") + extra
+        assert getattr(found, f"{name}_seconds") == pytest.approx(seconds, rel=1e-6)
+        assert same.copied_bytes(backward=name == "backward") == 0
+    chunks = 0 if kind is KimiDelta else 16 * 148  # Of heads of 128.
+    assert sizes.kept_bytes("fused") == 8 * 192 * 2 + chunks
+    assert sizes.map_bytes == 4 * 8 * 96 * (96 + 192)
+    config = dataclasses.replace(HYBRID, delta_net=kind(4, 4, 96, 192))
+    assert "heads x 96/192" in str(plan_of(config, 1024))
+
+
 def test_a_ring_adds_maps_and_exchanges(monkeypatch):
     monkeypatch.setattr(delta_net, "_AROUND", {"forward": 0, "backward": 0})
     one_gpu, eight = strategy_of(1), strategy_of(8)
@@ -263,8 +286,8 @@ def test_kimi_linear():
 
 
 def test_what_has_no_rates_raises():
-    config = dataclasses.replace(PURE, delta_net=DeltaNet(4, 2, 64, 64))
-    message = "delta_net has head_dim 64 and value_head_dim 64: the planner has rates of the ker"
+    config = dataclasses.replace(PURE, delta_net=DeltaNet(4, 2, 192, 64))
+    message = "delta_net has head_dim 192: the planner has rates of the kernels, which support up"
     with pytest.raises(NotImplementedError, match=message):
         burst_jax.plan.training(config, length=1024)
     wide = dataclasses.replace(PURE, num_layers=1, mlp_dim=96)

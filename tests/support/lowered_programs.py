@@ -77,8 +77,8 @@ def compiling_for(gpu: str) -> Any:
 def for_gpu(
     gpu: str, mesh: AbstractMesh, function: Any, *shapes: Any, in_context: bool = True,
     lowers: bool = True,
-) -> None:  # fmt: skip
-    """Traces a function or a jitted one, and lowers it unless ``lowers`` is False.
+) -> Any:  # fmt: skip
+    """A function's or a jitted one's traced program, which is lowered unless ``lowers`` is False.
 
     ``in_context``: whether the mesh is entered, as by ``jax.set_mesh``.
     """
@@ -88,6 +88,7 @@ def for_gpu(
         traced = trace(*shapes)
         if lowers:
             traced.lower(lowering_platforms=("cuda",))
+    return traced
 
 
 def a_shape(mesh: AbstractMesh, shape: Iterable[int], dtype: Any, *spec: Any) -> Any:

@@ -1,6 +1,7 @@
 """The gated delta rule on one GPU since Ampere: forward, affine map and gradients.
 
-States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64.
+States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64. Other head
+dims are padded and split to these: :mod:`pallas_kernels.linear.head_dims`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pallas_kernels.linear.families import (
     with_identity,
     zeros_in_padding,
 )
+from pallas_kernels.linear.head_dims import with_head_dims
 from pallas_kernels.linear.kernel_parts import Form, Mode
 from pallas_kernels.linear.sm80 import gradients as chunk_gradients
 from pallas_kernels.linear.sm80.ahead import forward_with_chunks, spare_ctas
@@ -152,15 +154,17 @@ def _unavailable(platform: str, compute_capability: float | None) -> str | None:
     return reason
 
 
-MOSAIC_SM80 = Implementation(
-    name="mosaic_sm80",
-    prepare=unmarked(prepare),
-    forward=unmarked(forward),
-    mapped=unmarked(mapped),
-    restore=lambda inputs, kept: kept,
-    first_gradient=unmarked(first_state_gradient),
-    backward=unmarked(backward),
-    multiple=CHUNK,
-    unsupported=lambda inputs: unsupported(inputs) or unsupported_decay(inputs),
-    unavailable=_unavailable,
+MOSAIC_SM80 = with_head_dims(
+    Implementation(
+        name="mosaic_sm80",
+        prepare=unmarked(prepare),
+        forward=unmarked(forward),
+        mapped=unmarked(mapped),
+        restore=lambda inputs, kept: kept,
+        first_gradient=unmarked(first_state_gradient),
+        backward=unmarked(backward),
+        multiple=CHUNK,
+        unsupported=lambda inputs: unsupported(inputs) or unsupported_decay(inputs),
+        unavailable=_unavailable,
+    )
 )

@@ -1,6 +1,7 @@
 """The gated delta rule on one Hopper GPU: forward, affine map and gradients.
 
-States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64.
+States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples of 64. Other head
+dims are padded and split to these: :mod:`pallas_kernels.linear.head_dims`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pallas_kernels.linear.families import (
     with_identity,
     zeros_in_padding,
 )
+from pallas_kernels.linear.head_dims import with_head_dims
 from pallas_kernels.linear.kernel_parts import Form, Mode
 from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
@@ -209,16 +211,18 @@ def _unavailable(platform: str, compute_capability: float | None) -> str | None:
     return None
 
 
-MOSAIC_SM90 = Implementation(
-    name="mosaic_sm90",
-    prepare=unmarked(prepare),
-    forward=unmarked(forward),
-    mapped=unmarked(mapped),
-    restore=unmarked(restore),
-    first_gradient=unmarked(first_state_gradient),
-    backward=unmarked(backward),
-    multiple=CHUNK,
-    meanwhile="x",
-    unsupported=unsupported,
-    unavailable=_unavailable,
+MOSAIC_SM90 = with_head_dims(
+    Implementation(
+        name="mosaic_sm90",
+        prepare=unmarked(prepare),
+        forward=unmarked(forward),
+        mapped=unmarked(mapped),
+        restore=unmarked(restore),
+        first_gradient=unmarked(first_state_gradient),
+        backward=unmarked(backward),
+        multiple=CHUNK,
+        meanwhile="x",
+        unsupported=unsupported,
+        unavailable=_unavailable,
+    )
 )

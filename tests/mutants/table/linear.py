@@ -7,6 +7,8 @@ LINEAR_BALANCED = "tests/linear/test_balanced_documents.py"
 LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_EXCHANGE = "tests/linear/test_exchange.py"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
+LINEAR_DIMS = "tests/pallas_kernels/test_linear_head_dims.py"
+DIMS = "pallas_kernels/linear/head_dims.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
 LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
 LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
@@ -84,4 +86,24 @@ MUTANTS = [
     ("pallas_kernels/linear/sm80/scan.py", "start_x(jnp.minimum(n + 1, chunks - 1), 1 - stage)",
      "start_x(jnp.minimum(n + 1, chunks - 1), stage)", LINEAR_SM80),
     ("pallas_kernels/linear/sm80/ahead.py", "own * 2 + lax.rem(step, i32(2))", "own * 2", LINEAR_SM80),
+    (DIMS, "return x.reshape(*x.shape[:2], -1, self.parts, *x.shape[3:]).sum(3)",
+     "return x[:, :, :: self.parts] * self.parts", LINEAR_DIMS),
+    (DIMS, "return jnp.repeat(x, self.parts, axis=2) if self.parts > 1 else x",
+     "return jnp.tile(x, (1, 1, self.parts, *[1] * (x.ndim - 3)))", LINEAR_DIMS),
+    (DIMS, "            log_decay = pad_axis(log_decay, -1, HEAD_DIM)\n",
+     "            log_decay = jnp.repeat(log_decay, HEAD_DIM, -1)[..., :HEAD_DIM]\n", LINEAR_DIMS),
+    (DIMS, "        return jnp.moveaxis(x, -2, 2).reshape(", "        return x.reshape(", LINEAR_DIMS),
+    (DIMS, "x = jnp.moveaxis(x, 2, -2).reshape(*x.shape[:2], HEAD_DIM, -1)",
+     "x = x.reshape(*x.shape[:2], HEAD_DIM, -1)", LINEAR_DIMS),
+    (DIMS, "u, m = x[..., :HEAD_DIM, :], x[:, :, 0, HEAD_DIM:, :]",
+     "u, m = x[..., :HEAD_DIM, :], x[:, :, 0, HEAD_DIM:, :].mT", LINEAR_DIMS),
+    (DIMS, "return x[..., : self.keys, : self.values]", "return x", f"{LINEAR_DIMS} -k outside"),
+    (DIMS, "return jnp.concatenate([u, m[..., : self.keys, :]], axis=2)[..., : self.keys]",
+     "return jnp.concatenate([u, m], axis=2)", "tests/compiled/test_lowered_linear.py -k other_head"),
+    ("pallas_kernels/linear/families.py", "> HEAD_DIM:", "!= HEAD_DIM:",
+     "tests/linear/test_linear_errors.py -k each_gpu"),
+    ("burst_jax/plan/delta_net.py", "return self.heads * value_parts(self.value_dim)", "return self.heads",
+     "tests/plan/test_delta_net_plan.py -k other_head_dims"),
+    ("burst_jax/plan/delta_net.py", "total += (1 + passes) * 2 * (values + own_values)",
+     "total += passes * 2 * (values + own_values)", "tests/plan/test_delta_net_plan.py -k other_head_dims"),
 ]  # fmt: skip

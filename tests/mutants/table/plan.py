@@ -20,7 +20,7 @@ MUTANTS = [
      "each.seconds <= fit[0].seconds]", PLAN),
     ("burst_jax/plan/cost_model.py", "sent * (ulysses - gpus) // (ulysses - 1)",
      "sent * (ulysses - gpus) // ulysses", PLAN),
-    ("burst_jax/plan/delta_net.py", "max(chunks * waves * a, tokens * sizes.heads * b)",
+    ("burst_jax/plan/delta_net.py", "max(chunks * waves * a, tokens * heads * b)",
      "chunks * waves * a", f"{PLAN_DELTA_NET} measured"),
     ("burst_jax/plan/delta_net.py", "rows * self.runs * self.map_bytes\n        if n == 1:",
      "rows * self.map_bytes\n        if n == 1:", f"{PLAN_DELTA_NET} bytes"),
