@@ -303,6 +303,9 @@ def _sums_of_rows(memory: _Memory, half: Any, weights: jax.Array, x: jax.Array) 
     def run(acc: Any) -> jax.Array:
         for buffer in buffers:
             plgpu.wgmma(acc, weights, buffer)
+            # ptxas before CUDA 13.3 computes the next product's weights in registers that this one
+            # may still have to read.
+            plgpu.wgmma_wait(0)
         return plgpu.wgmma_accumulator_load(acc)
 
     return pl.run_scoped(run, accumulator(CHANNELS))
