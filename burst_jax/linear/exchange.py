@@ -14,6 +14,9 @@ Devices exchange maps in one of three ways (:meth:`burst_jax.linear.runs.DeviceR
   sends the states back: two all-to-alls. M remains there for the gradients.
 - "steps": a parallel prefix over the devices, by permutes.
 
+A device may scan each run in parts, all at once. It composes their maps itself, before and after
+the exchange.
+
 Letters: B sequences, N heads, n devices.
 """
 
@@ -61,20 +64,78 @@ def _product(state: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.matmul(state, m, precision=lax.Precision.HIGHEST)
 
 
+class Kept(NamedTuple):
+    """What :func:`arriving_gradients` needs of M.
+
+    Attributes:
+      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers.
+      parts: M of the parts of each run, in order; empty where a run is one part.
+    """
+
+    runs: jax.Array
+    parts: tuple[jax.Array, ...] = ()
+
+
 def arriving(
-    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What arrives at each of this device's runs: all maps before it, applied to zeros in order.
+    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None = None, parts: int = 1
+) -> tuple[jax.Array, Kept, jax.Array | None]:
+    """What arrives at each part of this device's runs: all maps before it, applied to zeros.
 
     Args:
       runs: of all devices.
-      rows: of the maps of this device's runs, float32 ``[B * count, N, Hv + H, H]``.
+      rows: of the maps of the parts, float32 ``[B * count * parts, N, Hv + H, H]``.
       meanwhile: an array that is computed while maps are sent.
+      parts: of each run.
 
     Returns:
-      The states, transposed, ``[B * count, N, Hv, H]``; what :func:`arriving_gradients` needs of M,
-      as many numbers as this device's M have; and ``meanwhile``.
+      The states, transposed, ``[B * count * parts, N, Hv, H]``; what the gradients need; and
+      ``meanwhile``.
     """
+    if parts == 1:
+        states, m, meanwhile = _arriving_at_runs(runs, rows, meanwhile)
+        return states, Kept(m), meanwhile
+    rows = rows.reshape(-1, parts, *rows.shape[1:])
+    maps = [Maps.of_rows(rows[:, i]) for i in range(parts)]
+    *before, whole = _composed(maps)
+    states, m, meanwhile = _arriving_at_runs(runs, jnp.concatenate(whole[::-1], 2), meanwhile)
+    found = jnp.stack([states, *(each(states) for each in before)], 1)
+    return _merged(found), Kept(m, tuple(each.m for each in maps)), meanwhile
+
+
+def arriving_gradients(runs: DeviceRuns, kept: Kept, own: jax.Array) -> jax.Array:
+    """The same of gradients of states, from the last part to the first.
+
+    Args:
+      runs: of all devices.
+      kept: from :func:`arriving`.
+      own: the gradient of each part's first state from its own tokens, transposed, float32
+        ``[B * count * parts, N, Hv, H]``.
+
+    Returns:
+      The gradients of the parts' last states from later ones, transposed, the same shape.
+    """
+    if not kept.parts:
+        return _gradients_at_runs(runs, kept.runs, own)
+    own = own.reshape(-1, len(kept.parts), *own.shape[1:])
+    maps = [Maps(m.mT, own[:, i]) for i, m in enumerate(kept.parts)]
+    *after, whole = _composed(maps[::-1])
+    gradients = _gradients_at_runs(runs, kept.runs, whole.u)
+    found = [gradients, *(each(gradients) for each in after)]
+    return _merged(jnp.stack(found[::-1], 1))
+
+
+def _composed(maps: Sequence[Maps]) -> list[Maps]:
+    """Of maps that are applied one after the other, the first one, the first two, and so on."""
+    composed = [maps[0]]
+    for each in maps[1:]:
+        composed.append(each.after(composed[-1]))
+    return composed
+
+
+def _arriving_at_runs(
+    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The states that arrive at this device's runs, M for the gradients, and ``meanwhile``."""
     own, values = _by_run(runs, rows), rows.shape[2] - rows.shape[3]
     kept = Maps.of_rows(rows).m
     match runs.exchange(rows.shape[1]):
@@ -93,18 +154,8 @@ def arriving(
     return _merged(found), kept, meanwhile
 
 
-def arriving_gradients(runs: DeviceRuns, kept: jax.Array, own: jax.Array) -> jax.Array:
-    """The same of gradients of states, from the last run to the first.
-
-    Args:
-      runs: of all devices.
-      kept: from :func:`arriving`.
-      own: the gradient of each run's first state from its own tokens, transposed, float32
-        ``[B * count, N, Hv, H]``.
-
-    Returns:
-      The gradients of the runs' last states from later runs, transposed, the same shape.
-    """
+def _gradients_at_runs(runs: DeviceRuns, kept: jax.Array, own: jax.Array) -> jax.Array:
+    """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
     if exchange == "heads":
         every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
@@ -168,14 +219,10 @@ def _states_in_blocks(every: Maps, *, reverse: bool = False) -> jax.Array:
     size = min((i for i in range(1, total + 1) if total % i == 0), key=lambda i: i + total // i)
     blocks = Maps(*(x.reshape(-1, size, *x.shape[1:]) for x in every))
     turn = slice(None, None, -1 if reverse else 1)
-    whole, *others = [Maps(*(x[:, i] for x in blocks)) for i in range(size)[turn]]
-    composed = [whole]
-    for each in others:
-        whole = each.after(whole)
-        composed.append(whole)
+    *before, whole = _composed([Maps(*(x[:, i] for x in blocks)) for i in range(size)[turn]])
     of_blocks = [Maps(*(x[i] for x in whole)) for i in range(total // size)[turn]]
     start = jnp.stack(_before_each(of_blocks)[turn])
-    found = [start, *(each(start) for each in composed[:-1])]
+    found = [start, *(each(start) for each in before)]
     return jnp.stack(found[turn], 1).reshape(every.u.shape)
 
 

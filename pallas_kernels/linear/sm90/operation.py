@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import needs_gpu
+from pallas_kernels.device import num_sms
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors, reaching
 from pallas_kernels.linear.families import (
@@ -22,7 +23,7 @@ from pallas_kernels.linear.families import (
     with_identity,
     zeros_in_padding,
 )
-from pallas_kernels.linear.kernel_parts import Form, Mode
+from pallas_kernels.linear.kernel_parts import PARTS, Form, Mode
 from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
@@ -30,6 +31,11 @@ from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
+
+
+# The most parts of a sequence, and the fewest chunks of a part.
+MOST_PARTS = 4
+LEAST_PART, LEAST_CHANNEL_PART = 128, 64
 
 
 def form_of(inputs: Inputs) -> Form:
@@ -127,6 +133,23 @@ def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
     return Prepared(vectors, inverses.inverses(inputs.k, vectors, first, x)), rows
 
 
+def parts(inputs: Inputs) -> int:
+    """Two or four where the scans of whole sequences would leave most SMs without one.
+
+    A map is needed anyway, so that parts cost its composition alone. Where that takes as long as
+    they gain, a sequence is one part.
+    """
+    batch, length, heads, _ = inputs.v.shape
+    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
+    least, found = LEAST_CHANNEL_PART if has_channels else LEAST_PART, 1
+    ctas, chunks = batch * heads * PARTS, length // CHUNK
+    while found < MOST_PARTS and 2 * found * ctas <= num_sms():
+        if chunks % (2 * found) or chunks // (2 * found) < least:
+            break
+        found *= 2
+    return found
+
+
 def first_state_gradient(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
 ) -> jax.Array:
@@ -218,6 +241,7 @@ MOSAIC_SM90 = Implementation(
     first_gradient=unmarked(first_state_gradient),
     backward=unmarked(backward),
     multiple=CHUNK,
+    parts=parts,
     meanwhile="x",
     unsupported=unsupported,
     unavailable=_unavailable,
