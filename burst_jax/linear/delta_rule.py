@@ -214,7 +214,8 @@ class _Rule(NamedTuple):
             return states.mT, kept, prepared
         name = self.implementation.meanwhile
         deferred = None if name is None else getattr(prepared, name)
-        states, kept, deferred = arriving(self.runs, rows, deferred, self.parts)
+        compose = self.implementation.compose
+        states, kept, deferred = arriving(self.runs, rows, deferred, self.parts, compose)
         if name is not None:
             prepared = prepared._replace(**{name: deferred})
         return states.mT, kept, prepared
@@ -224,10 +225,11 @@ class _Rule(NamedTuple):
     ) -> jax.Array:
         """Those of the parts' last states, from later ones."""
         if isinstance(self.runs, DocumentRuns):
-            assert of_split is not None and not isinstance(kept, Kept)
+            assert of_split is not None
+            assert not isinstance(kept, Kept)
             return gradients_in_documents(self.runs, of_split, kept, own.mT).mT
         assert isinstance(kept, Kept)
-        return arriving_gradients(self.runs, kept, own.mT).mT
+        return arriving_gradients(self.runs, kept, own.mT, self.implementation.compose).mT
 
 
 class _Residuals(NamedTuple):

@@ -15,14 +15,14 @@ Devices exchange maps in one of three ways (:meth:`burst_jax.linear.runs.DeviceR
 - "steps": a parallel prefix over the devices, by permutes.
 
 A device may scan each run in parts, all at once. It composes their maps itself, before and after
-the exchange.
+the exchange. What is gathered, or received by heads, a kernel may compose in one launch.
 
 Letters: B sequences, N heads, n devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,9 @@ import numpy as np
 from jax import lax
 
 from burst_jax.linear.runs import DeviceRuns
+
+# See :attr:`pallas_kernels.linear.backend.Implementation.compose`.
+Compose = Callable[..., jax.Array]
 
 
 class Maps(NamedTuple):
@@ -68,7 +71,8 @@ class Kept(NamedTuple):
     """What :func:`arriving_gradients` needs of M.
 
     Attributes:
-      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers.
+      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers. The
+        rows of all maps that were received, where a kernel composes them.
       parts: M of the parts of each run, in order; empty where a run is one part.
     """
 
@@ -77,7 +81,11 @@ class Kept(NamedTuple):
 
 
 def arriving(
-    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None = None, parts: int = 1
+    runs: DeviceRuns,
+    rows: jax.Array,
+    meanwhile: jax.Array | None = None,
+    parts: int = 1,
+    compose: Compose | None = None,
 ) -> tuple[jax.Array, Kept, jax.Array | None]:
     """What arrives at each part of this device's runs: all maps before it, applied to zeros.
 
@@ -86,23 +94,27 @@ def arriving(
       rows: of the maps of the parts, float32 ``[B * count * parts, N, Hv + H, H]``.
       meanwhile: an array that is computed while maps are sent.
       parts: of each run.
+      compose: the kernel; None composes in plain JAX.
 
     Returns:
       The states, transposed, ``[B * count * parts, N, Hv, H]``; what the gradients need; and
       ``meanwhile``.
     """
     if parts == 1:
-        states, m, meanwhile = _arriving_at_runs(runs, rows, meanwhile)
+        states, m, meanwhile = _arriving_at_runs(runs, rows, meanwhile, compose)
         return states, Kept(m), meanwhile
     rows = rows.reshape(-1, parts, *rows.shape[1:])
     maps = [Maps.of_rows(rows[:, i]) for i in range(parts)]
     *before, whole = _composed(maps)
-    states, m, meanwhile = _arriving_at_runs(runs, jnp.concatenate(whole[::-1], 2), meanwhile)
+    of_runs = jnp.concatenate(whole[::-1], 2)
+    states, m, meanwhile = _arriving_at_runs(runs, of_runs, meanwhile, compose)
     found = jnp.stack([states, *(each(states) for each in before)], 1)
     return _merged(found), Kept(m, tuple(each.m for each in maps)), meanwhile
 
 
-def arriving_gradients(runs: DeviceRuns, kept: Kept, own: jax.Array) -> jax.Array:
+def arriving_gradients(
+    runs: DeviceRuns, kept: Kept, own: jax.Array, compose: Compose | None = None
+) -> jax.Array:
     """The same of gradients of states, from the last part to the first.
 
     Args:
@@ -110,16 +122,17 @@ def arriving_gradients(runs: DeviceRuns, kept: Kept, own: jax.Array) -> jax.Arra
       kept: from :func:`arriving`.
       own: the gradient of each part's first state from its own tokens, transposed, float32
         ``[B * count * parts, N, Hv, H]``.
+      compose: as there.
 
     Returns:
       The gradients of the parts' last states from later ones, transposed, the same shape.
     """
     if not kept.parts:
-        return _gradients_at_runs(runs, kept.runs, own)
+        return _gradients_at_runs(runs, kept.runs, own, compose)
     own = own.reshape(-1, len(kept.parts), *own.shape[1:])
     maps = [Maps(m.mT, own[:, i]) for i, m in enumerate(kept.parts)]
     *after, whole = _composed(maps[::-1])
-    gradients = _gradients_at_runs(runs, kept.runs, whole.u)
+    gradients = _gradients_at_runs(runs, kept.runs, whole.u, compose)
     found = [gradients, *(each(gradients) for each in after)]
     return _merged(jnp.stack(found[::-1], 1))
 
@@ -133,7 +146,7 @@ def _composed(maps: Sequence[Maps]) -> list[Maps]:
 
 
 def _arriving_at_runs(
-    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None
+    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None, compose: Compose | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The states that arrive at this device's runs, M for the gradients, and ``meanwhile``."""
     own, values = _by_run(runs, rows), rows.shape[2] - rows.shape[3]
@@ -141,25 +154,43 @@ def _arriving_at_runs(
     match runs.exchange(rows.shape[1]):
         case "heads":
             every, meanwhile = _with(_own_heads(runs, own), meanwhile)
-            every = Maps.of_rows(_in_order(runs, every))
-            kept, found = every.m, _all_heads(runs, _states_in_blocks(every))
+            if compose is None:
+                every = Maps.of_rows(_in_order(runs, every))
+                kept, found = every.m, _all_heads(runs, _states_in_blocks(every))
+            else:
+                states = compose(every, every, _all_places(runs), runs.size, transpose=False)
+                kept, found = every, _to_devices(runs, states)
         case "gather":
             # With two runs nothing goes through M.
             sent = own if runs.total > 2 else own[..., :values, :]
             every, meanwhile = _with(lax.all_gather(sent, runs.axes), meanwhile)
-            maps = Maps.of_rows(every) if runs.total > 2 else Maps(every, every)
-            found = _here(runs, _states_before(runs, maps))
+            if compose is None or runs.total == 2:
+                maps = Maps.of_rows(every) if runs.total > 2 else Maps(every, every)
+                found = _here(runs, _states_before(runs, maps))
+            else:
+                kept = every
+                (found,) = compose(every, every, _own_places(runs), 1, transpose=False)
         case _:
             found = _by_steps(runs, Maps.of_rows(own), False)
     return _merged(found), kept, meanwhile
 
 
-def _gradients_at_runs(runs: DeviceRuns, kept: jax.Array, own: jax.Array) -> jax.Array:
+def _gradients_at_runs(
+    runs: DeviceRuns, kept: jax.Array, own: jax.Array, compose: Compose | None
+) -> jax.Array:
     """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
+    if exchange == "heads" and compose is not None:
+        every = _own_heads(runs, gradients)
+        order = _all_places(runs)[::-1]
+        return _merged(_to_devices(runs, compose(every, kept, order, runs.size, transpose=True)))
     if exchange == "heads":
         every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
         return _merged(_all_heads(runs, _states_in_blocks(every, reverse=True)))
+    if exchange == "gather" and runs.total > 2 and compose is not None:
+        every = lax.all_gather(gradients, runs.axes)
+        (found,) = compose(every, kept, _own_places(runs)[::-1], 1, transpose=True)
+        return _merged(found)
     m = _by_run(runs, kept)
     if exchange == "steps":
         return _merged(_by_steps(runs, Maps(m.mT, gradients), True))
@@ -204,8 +235,13 @@ def _in_order(runs: DeviceRuns, x: jax.Array) -> jax.Array:
 
 def _all_heads(runs: DeviceRuns, states: jax.Array) -> jax.Array:
     """``[B, count, N, ...]`` of this device's runs, from ``[total, B, N / n, ...]``."""
-    by_device = jnp.stack([jnp.stack([states[i] for i in row], 1) for row in runs.order])
-    found = jnp.moveaxis(lax.all_to_all(by_device, runs.axes, 0, 0), 0, 2)
+    by_device = [jnp.stack([states[i] for i in row], 1) for row in runs.order]
+    return _to_devices(runs, jnp.stack(by_device))
+
+
+def _to_devices(runs: DeviceRuns, states: jax.Array) -> jax.Array:
+    """``[B, count, N, ...]`` of this device's runs, from ``[n, B, count, N / n, ...]`` of all."""
+    found = jnp.moveaxis(lax.all_to_all(states, runs.axes, 0, 0), 0, 2)
     return found.reshape(*found.shape[:2], -1, *found.shape[4:])
 
 
@@ -235,6 +271,21 @@ def _places(runs: DeviceRuns) -> list[tuple[int, int]]:
     """Device and index on it of each run of a sequence, in order."""
     places = {i: (d, c) for d, row in enumerate(runs.order) for c, i in enumerate(row)}
     return [places[i] for i in range(runs.total)]
+
+
+def _all_places(runs: DeviceRuns) -> np.ndarray:
+    """Of a kernel that composes maps, its ``order`` for the states of all devices' runs."""
+    return np.tile(np.array(_places(runs), np.int32), 2)
+
+
+def _own_places(runs: DeviceRuns) -> jax.Array:
+    """The same for this device's runs alone."""
+    every = _all_places(runs)
+    of_devices = [
+        np.where(every[:, 2:3] == device, every * [1, 1, 0, 1], every * [1, 1, 0, 0] - [0, 0, 1, 1])
+        for device in range(runs.size)
+    ]
+    return jnp.asarray(np.stack(of_devices).astype(np.int32))[runs.device()]
 
 
 def _states_before(runs: DeviceRuns, every: Maps, *, reverse: bool = False) -> list[jax.Array]:

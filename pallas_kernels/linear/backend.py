@@ -86,6 +86,9 @@ class Implementation:
       multiple: lengths must be multiples of it.
       parts: ``inputs -> parts``, for devices that exchange maps: in how many parts of equal length
         each sequence is scanned faster, with a map of each.
+      compose: ``(u, m, order, wanted, transpose=) -> states``, what arrives at runs from the maps
+        of all of them (:func:`pallas_kernels.linear.sm90.composition.composed`); None without such
+        a kernel.
       meanwhile: a field of ``prepared`` that is computed while maps are sent, if it has an array;
         None without such a field.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
@@ -102,6 +105,7 @@ class Implementation:
     backward: Callable[..., Gradients]
     multiple: int = 1
     parts: Callable[[Inputs], int] = _whole
+    compose: Callable[..., jax.Array] | None = None
     meanwhile: str | None = None
     unsupported: Callable[[Inputs], str | None] = _all_inputs
     unavailable: Callable[[str, float | None], str | None] = _anywhere

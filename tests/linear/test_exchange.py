@@ -15,29 +15,43 @@ from burst_jax.linear.exchange import arriving, arriving_gradients
 B, N, H, HV = 2, 16, 3, 5
 
 
-def exchanged(of_runs, mesh, rows, own, parts):
-    """The states and the gradients that arrive at each part of a device's runs, devices in front."""
+def compose(u, m, order, wanted, *, transpose):
+    """What a kernel computes that composes maps."""
+    state = jnp.zeros_like(u[0, :, 0, :, :HV])
+    found = jnp.zeros((wanted, B, u.shape[2], *state.shape[1:]))
+    for device, column, *target in jnp.asarray(order):
+        put = found.at[target[0], :, target[1]].set(state)
+        found = jnp.where(target[0] < 0, found, put)
+        of_run = m[device, :, column, :, -H:]
+        state = state @ (of_run.mT if transpose else of_run) + u[device, :, column, :, :HV]
+    return found
+
+
+def exchanged(of_runs, mesh, rows, own, parts, kernel):
+    """States and gradients that arrive at each part of a device's runs, devices in front."""
 
     def run(rows, own):
-        states, kept, _ = arriving(of_runs, rows, None, parts)
-        return states, arriving_gradients(of_runs, kept, own)
+        states, kept, _ = arriving(of_runs, rows, None, parts, kernel)
+        return states, arriving_gradients(of_runs, kept, own, kernel)
 
     P = jax.P("seq")
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P, out_specs=P))(rows, own)
 
 
 @pytest.mark.parametrize(
-    ("way", "n", "layout", "parts"),
+    ("way", "n", "layout", "parts", "kernel"),
     [
-        ("heads", 8, "zigzag", 1),
-        ("heads", 4, "contiguous", 2),
-        ("gather", 3, "zigzag", 2),
-        ("gather", 2, "contiguous", 1),
-        ("gather", 2, "contiguous", 3),
-        ("steps", 5, "zigzag", 1),
+        ("heads", 8, "zigzag", 1, None),
+        ("heads", 4, "contiguous", 2, None),
+        ("heads", 4, "zigzag", 1, compose),
+        ("gather", 3, "zigzag", 1, None),
+        ("gather", 3, "zigzag", 2, compose),
+        ("gather", 2, "contiguous", 1, compose),
+        ("gather", 2, "contiguous", 3, None),
+        ("steps", 5, "zigzag", 1, None),
     ],
 )
-def test_what_arrives_is_all_maps_before_in_order(monkeypatch, way, n, layout, parts):
+def test_what_arrives_is_all_maps_before_in_order(monkeypatch, way, n, layout, parts, kernel):
     if way == "steps":
         monkeypatch.setattr(runs, "GATHERED", 0)
     of_runs = runs.device_runs(parse_layout(layout), ("seq",), n, "a test")
@@ -55,7 +69,7 @@ def test_what_arrives_is_all_maps_before_in_order(monkeypatch, way, n, layout, p
         return jnp.asarray(x.swapaxes(-1, -2), jnp.float32)
 
     rows = jnp.concatenate([given(u), given(m)], axis=2)
-    found = exchanged(of_runs, mesh_of(seq=n), rows, given(own), parts)
+    found = exchanged(of_runs, mesh_of(seq=n), rows, given(own), parts, kernel)
     states, gradients = [np.zeros_like(u[0])], [np.zeros_like(u[0])]
     for i in range(total - 1):
         states.append(m[i] @ states[-1] + u[i])

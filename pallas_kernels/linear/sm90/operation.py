@@ -5,6 +5,7 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -28,10 +29,10 @@ from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel_operands
+from pallas_kernels.linear.sm90.composition import composed
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
-
 
 # The most parts of a sequence, and the fewest chunks of a part.
 MOST_PARTS = 4
@@ -106,7 +107,7 @@ def restore(inputs: Inputs, kept: Prepared | None) -> Prepared:
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> jax.Array:
     """The rows of the map, those of the last state and of M, transposed; no bytes are moved."""
     vectors, x, channels = prepared
-    first, _ = _reaching(vectors)
+    first, _ = _reaching(inputs, vectors)
     if channels is None and x is None:
         prepared = prepared._replace(x=inverses.inverses(inputs.k, vectors, first))
     given = _scan_inputs(inputs, prepared, with_identity(start), Mode.LAST)._replace(first=first)
@@ -125,7 +126,7 @@ def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
         prepared = prepare(inputs)
         return prepared, affine(inputs, prepared, start)
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    first, _ = _reaching(vectors)
+    first, _ = _reaching(inputs, vectors)
     x = inverses.inverses(inputs.k, vectors, first)
     rows = affine(inputs, Prepared(vectors, x), start)
     # The map's scan has read X before it changes: XLA would copy it.
@@ -154,7 +155,7 @@ def first_state_gradient(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
 ) -> jax.Array:
     """The gradient of the first state alone."""
-    _, end = _reaching(prepared.vectors)
+    _, end = _reaching(inputs, prepared.vectors)
     given = _reverse_inputs(inputs, prepared, do, last)._replace(end=end)
     return transposed(first_gradient(given, scale))
 
@@ -193,6 +194,14 @@ def backward_inputs(
     return given, _reverse_inputs(inputs, prepared, do, last)
 
 
+def compose(
+    u: jax.Array, m: jax.Array, order: jax.Array, wanted: int, *, transpose: bool
+) -> jax.Array:
+    """:func:`pallas_kernels.linear.sm90.composition.composed`, on any devices' arrays."""
+    kernel = functools.partial(composed, wanted=wanted, transpose=transpose)
+    return unmarked(kernel)(u, m, jnp.asarray(order))
+
+
 def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mode) -> ScanInputs:
     vectors, x, channels = prepared
     outputs = mode is Mode.OUTPUT
@@ -206,9 +215,14 @@ def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mod
     )  # fmt: skip
 
 
-def _reaching(vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """:func:`reaching`, or None for all chunks where scans of a computed number are not shorter."""
-    if vectors.shape[2] <= LEAST_STEPS:
+def _reaching(inputs: Inputs, vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """:func:`reaching`, or None for all chunks where scans of a computed number are not shorter.
+
+    With a decay per key channel only documents end a state: chunks mix the channels, so that a
+    state decays by no more than the slowest one of each token does.
+    """
+    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
+    if vectors.shape[2] <= LEAST_STEPS or (has_channels and inputs.tokens is None):
         return None, None
     return reaching(vectors, LEAST_STEPS)
 
@@ -242,6 +256,7 @@ MOSAIC_SM90 = Implementation(
     backward=unmarked(backward),
     multiple=CHUNK,
     parts=parts,
+    compose=compose,
     meanwhile="x",
     unsupported=unsupported,
     unavailable=_unavailable,

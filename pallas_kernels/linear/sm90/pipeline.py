@@ -154,9 +154,7 @@ def stages_barrier(stages: int = STAGES, chains: int = 1) -> Any:
     if CLUSTER == 1:
         return plgpu.Barrier(num_arrivals=chains, num_barriers=stages)
     axes = (CLUSTER_AXIS,)
-    return plgpu.ClusterBarrier(
-        collective_axes=axes, num_arrivals=chains, num_barriers=stages
-    )
+    return plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=chains, num_barriers=stages)
 
 
 def free_stage(barrier: Any) -> None:

@@ -1,12 +1,12 @@
 """The scan over the chunks of a sequence.
 
-A chain, one warpgroup, has 64 of a head's value columns, and a CTA one chain, or two where the SMs
-are too few for all chains: each of the two computes while the other one waits. The state is kept transposed, ``[64 columns, 128 keys]``,
-as the accumulator of its warpgroup, and the left operands of all products, S, R and U, are its
-registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``, ``S^T' = through S^T +
-(out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a step waits for goes
-through shared memory. The products of O run while R and the next S are rounded. The other
-warpgroup is the producer: it copies, and computes P if it is not an input.
+A chain, one warpgroup, has 64 of a head's value columns. A CTA has one chain, or two where the SMs
+are too few for all chains: one computes while the other one waits. The state is kept transposed,
+``[64 columns, 128 keys]``, as the accumulator of its warpgroup, and the left operands of all
+products, S, R and U, are its registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``,
+``S^T' = through S^T + (out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a
+step waits for goes through shared memory. The products of O run while R and the next S are rounded.
+The last warpgroup is the producer: it copies, and computes P if it is not an input.
 
 The letters are those of :mod:`pallas_kernels.linear.xla`: S is the state before a chunk and S' the
 state after it, R the values less what S predicts, U the updates, ``X = (I + A)^-1``. The decays

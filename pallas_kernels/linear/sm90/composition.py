@@ -1,0 +1,118 @@
+"""The states that arrive at runs of tokens, from the maps of all of them, in one launch.
+
+A CTA of one warpgroup has 64 rows of a head's transposed state, and applies one map after the
+other: ``S' = S M + U``. Float32 operands of the products are three bfloat16 numbers each: of their
+nine products the six that float32 resolves are added up, from the smallest on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM
+from pallas_kernels.linear.kernel_parts import PARTS
+from pallas_kernels.linear.sm90.chunk_operands import accumulator, matrix, transposed
+from pallas_kernels.mosaic.fragments import constant, i32, proxy_fence, warpgroup_barrier
+from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.mosaic.sm90.instructions import TILE
+
+_PIECES = 3
+# Which pieces of a state and of M are multiplied, the smallest products first.
+_PRODUCTS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
+
+
+class _Inputs(NamedTuple):
+    u: Any
+    m: Any
+    order: Any
+
+
+def composed(
+    u: jax.Array, m: jax.Array, order: jax.Array, wanted: int, *, transpose: bool
+) -> jax.Array:
+    """What arrives at some runs: all maps before each, applied to zeros in order.
+
+    Args:
+      u: the rows of U of all runs, float32 ``[n, B, count, N, rows, 128]``, in the first 128 rows.
+      m: those of M, in the last 128 rows; it may be the same array.
+      order: int32 ``[runs, 4]``, of each run of a sequence, in order, at least two: its place on
+        the first and on the third axis of ``u``, and its place on those of the result, which are -1
+        for a run that is not wanted.
+      wanted: length of the result's first axis.
+      transpose: whether M is transposed.
+
+    Returns:
+      Float32 ``[wanted, B, count, N, 128, 128]``.
+    """
+    _, batch, count, heads, *_ = u.shape
+    runs, first_m = order.shape[0], m.shape[-2] - HEAD_DIM
+
+    def kernel(given: _Inputs, result: Any, pieces: Any) -> None:
+        b, h, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
+        rows = pl.ds(part * CHUNK, CHUNK)
+
+        def put(index: Any, state: jax.Array) -> None:
+            device, column = given.order[index, 2], given.order[index, 3]
+
+            @pl.when(device >= 0)
+            def _():
+                result[device, b, column, h, rows] = state
+
+        def numbers(ref: Any, index: Any, rows: Any) -> jax.Array:
+            device, column = given.order[index, 0], given.order[index, 1]
+            source = ref.at[device, b, column, h, rows]
+            return plgpu.load(source, layout=TILE, optimized=False)
+
+        def step(index: Any, state: jax.Array) -> jax.Array:
+            put(index, state)
+            for half in range(PARTS):
+                of_half = numbers(given.m, index, pl.ds(first_m + half * CHUNK, CHUNK))
+                for i, piece in enumerate(_split(of_half)):
+                    pieces.at[i].at[pl.ds(half * CHUNK, CHUNK)][...] = piece
+            proxy_fence()
+            warpgroup_barrier()
+
+            def products(acc: Any) -> jax.Array:
+                # All are there before a product reads the first one's registers.
+                left = lax.optimization_barrier(_split(state))
+                for i, j in _PRODUCTS:
+                    right = pieces.at[j]
+                    plgpu.wgmma(acc, left[i], transposed(right) if transpose else right)
+                return plgpu.wgmma_accumulator_load(acc)
+
+            product = pl.run_scoped(products, accumulator(HEAD_DIM))
+            warpgroup_barrier()  # All threads' products have read M.
+            return product + numbers(given.u, index, rows)
+
+        put(i32(0), constant((CHUNK, HEAD_DIM), 0.0, TILE))
+        state = lax.fori_loop(i32(1), i32(runs - 1), step, numbers(given.u, i32(0), rows))
+        put(i32(runs - 1), state)
+
+    shape = wanted, batch, count, heads, HEAD_DIM, HEAD_DIM
+    result: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return launch(
+        kernel,
+        "gated_delta_rule_composition",
+        semantics=plgpu.LoweringSemantics.Lane,
+        grid={"batch": batch, "head": heads, "part": PARTS},
+        warpgroups=1,
+        inputs=_Inputs(u, m, order),
+        results=result,
+        memory=matrix(_PIECES, HEAD_DIM, HEAD_DIM),
+    )
+
+
+def _split(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Three bfloat16 numbers of each float32 one, whose sum it is."""
+    pieces = []
+    for _ in range(_PIECES):
+        piece = x.astype(jnp.bfloat16)
+        pieces.append(piece)
+        x = x - piece.astype(jnp.float32)
+    return tuple(pieces)

@@ -1,0 +1,41 @@
+"""The kernel that composes maps of runs, interpreted, against float64."""
+
+from __future__ import annotations
+
+import interpreted
+import interpreted_callbacks
+import numpy as np
+import pytest
+
+from pallas_kernels.linear.sm90.composition import composed
+
+DIM = 128
+
+
+@pytest.mark.mosaic_interpreter
+@pytest.mark.parametrize("gradients", [False, True], ids=["states", "gradients"])
+def test_as_exact_as_float32(gradients):
+    """Runs of two devices in zigzag's order; one device's states, or those of all."""
+    rng, places = np.random.default_rng(0), [(0, 0), (1, 0), (1, 1), (0, 1)]
+    wanted = 2 if gradients else 1
+    if gradients:
+        places = places[::-1]
+    targets = places if gradients else [(-1, -1), (0, 0), (0, 1), (-1, -1)]
+    order = np.array([(*place, *target) for place, target in zip(places, targets, strict=True)])
+    shape = 2, 1, 2, 2, DIM, DIM
+    u, m = (rng.standard_normal(shape, np.float32) * scale for scale in (1, DIM**-0.5))
+    rows = np.concatenate([u, m], -2)
+
+    def run(u, m, order):
+        return composed(u, m, order, wanted, transpose=gradients)
+
+    with interpreted.interpreted():
+        given = (u if gradients else rows), rows, order.astype(np.int32)
+        got = np.asarray(interpreted_callbacks.run(run, *given))
+    state = np.zeros(shape[3:])
+    for (device, column), (target, where) in zip(places, targets, strict=True):
+        if target >= 0:
+            error = np.abs(got[target, 0, where] - state).max()
+            assert error < 1e-6 * max(np.abs(state).max(), 1.0)
+        of_run = m[device, 0, column].astype(np.float64)
+        state = state @ (of_run.swapaxes(-1, -2) if gradients else of_run) + u[device, 0, column]
