@@ -71,8 +71,8 @@ class Kept(NamedTuple):
     """What :func:`arriving_gradients` needs of M.
 
     Attributes:
-      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers. The
-        rows of all maps that were received, where a kernel composes them.
+      runs: M of what was received: of all runs, by heads for this device's part of the heads; in
+        steps of this device's runs. Where a kernel composes, the rows of these maps.
       parts: M of the parts of each run, in order; empty where a run is one part.
     """
 
@@ -164,9 +164,11 @@ def _arriving_at_runs(
             # With two runs nothing goes through M.
             sent = own if runs.total > 2 else own[..., :values, :]
             every, meanwhile = _with(lax.all_gather(sent, runs.axes), meanwhile)
-            if compose is None or runs.total == 2:
-                maps = Maps.of_rows(every) if runs.total > 2 else Maps(every, every)
-                found = _here(runs, _states_before(runs, maps))
+            if runs.total == 2:
+                found = _here(runs, _states_before(runs, Maps(every, every)))
+            elif compose is None:
+                maps = Maps.of_rows(every)
+                kept, found = maps.m, _here(runs, _states_before(runs, maps))
             else:
                 kept = every
                 (found,) = compose(every, every, _own_places(runs), 1, transpose=False)
@@ -180,26 +182,23 @@ def _gradients_at_runs(
 ) -> jax.Array:
     """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
-    if exchange == "heads" and compose is not None:
-        every = _own_heads(runs, gradients)
-        order = _all_places(runs)[::-1]
-        return _merged(_to_devices(runs, compose(every, kept, order, runs.size, transpose=True)))
+    if exchange == "steps":
+        return _merged(_by_steps(runs, Maps(_by_run(runs, kept).mT, gradients), True))
     if exchange == "heads":
-        every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
-        return _merged(_all_heads(runs, _states_in_blocks(every, reverse=True)))
-    if exchange == "gather" and runs.total > 2 and compose is not None:
-        every = lax.all_gather(gradients, runs.axes)
+        every = _own_heads(runs, gradients)
+        if compose is None:
+            maps = Maps(kept.mT, _in_order(runs, every))
+            return _merged(_all_heads(runs, _states_in_blocks(maps, reverse=True)))
+        order = _all_places(runs)[::-1]
+        states = compose(every, kept, order, runs.size, transpose=True)
+        return _merged(_to_devices(runs, states))
+    every = lax.all_gather(gradients, runs.axes)
+    if runs.total > 2 and compose is not None:
         (found,) = compose(every, kept, _own_places(runs)[::-1], 1, transpose=True)
         return _merged(found)
-    m = _by_run(runs, kept)
-    if exchange == "steps":
-        return _merged(_by_steps(runs, Maps(m.mT, gradients), True))
-    if runs.total > 2:
-        m, gradients = lax.all_gather((m, gradients), runs.axes)
-        every = Maps(m.mT, gradients)
-    else:
-        every = Maps(*[lax.all_gather(gradients, runs.axes)] * 2)
-    return _merged(_here(runs, _states_before(runs, every, reverse=True)))
+    # With two runs nothing goes through M.
+    maps = Maps(kept.mT if runs.total > 2 else every, every)
+    return _merged(_here(runs, _states_before(runs, maps, reverse=True)))
 
 
 def _with(received: jax.Array, meanwhile: jax.Array | None) -> tuple[Any, Any]:
