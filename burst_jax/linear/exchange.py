@@ -72,12 +72,14 @@ class Kept(NamedTuple):
 
     Attributes:
       runs: M of what was received: of all runs, by heads for this device's part of the heads; in
-        steps of this device's runs. Where a kernel composes, the rows of these maps.
-      parts: M of the parts of each run, in order; empty where a run is one part.
+        steps of this device's runs. Where a kernel composes, the rows of these maps. None of two
+        runs, whose states go through no M.
+      parts: the same of the parts of each run, ``[B * count, parts, N, ...]``; None where a run is
+        one part.
     """
 
-    runs: jax.Array
-    parts: tuple[jax.Array, ...] = ()
+    runs: jax.Array | None
+    parts: jax.Array | None = None
 
 
 def arriving(
@@ -101,15 +103,19 @@ def arriving(
       ``meanwhile``.
     """
     if parts == 1:
-        states, m, meanwhile = _arriving_at_runs(runs, rows, meanwhile, compose)
+        states, m, meanwhile = _arriving_at_runs(runs, Maps.of_rows(rows), meanwhile, compose)
         return states, Kept(m), meanwhile
     rows = rows.reshape(-1, parts, *rows.shape[1:])
     maps = [Maps.of_rows(rows[:, i]) for i in range(parts)]
     *before, whole = _composed(maps)
-    of_runs = jnp.concatenate(whole[::-1], 2)
-    states, m, meanwhile = _arriving_at_runs(runs, of_runs, meanwhile, compose)
+    if compose is not None:
+        whole = whole._replace(u=_whole(compose, rows, rows, transpose=False))
+    states, m, meanwhile = _arriving_at_runs(runs, whole, meanwhile, compose)
+    if compose is not None:
+        found = _at_parts(compose, rows, rows, states, transpose=False)
+        return found, Kept(m, rows), meanwhile
     found = jnp.stack([states, *(each(states) for each in before)], 1)
-    return _merged(found), Kept(m, tuple(each.m for each in maps)), meanwhile
+    return _merged(found), Kept(m, rows[..., -rows.shape[-1] :, :]), meanwhile
 
 
 def arriving_gradients(
@@ -127,14 +133,41 @@ def arriving_gradients(
     Returns:
       The gradients of the parts' last states from later ones, transposed, the same shape.
     """
-    if not kept.parts:
+    if kept.parts is None:
         return _gradients_at_runs(runs, kept.runs, own, compose)
-    own = own.reshape(-1, len(kept.parts), *own.shape[1:])
-    maps = [Maps(m.mT, own[:, i]) for i, m in enumerate(kept.parts)]
+    parts = kept.parts.shape[1]
+    own = own.reshape(-1, parts, *own.shape[1:])
+    if compose is not None:
+        whole = _whole(compose, own, kept.parts, transpose=True)
+        gradients = _gradients_at_runs(runs, kept.runs, whole, compose)
+        return _at_parts(compose, own, kept.parts, gradients, transpose=True)
+    maps = [Maps(kept.parts[:, i].mT, own[:, i]) for i in range(parts)]
     *after, whole = _composed(maps[::-1])
     gradients = _gradients_at_runs(runs, kept.runs, whole.u, compose)
     found = [gradients, *(each(gradients) for each in after)]
     return _merged(jnp.stack(found[::-1], 1))
+
+
+def _whole(compose: Compose, u: jax.Array, m: jax.Array, *, transpose: bool) -> jax.Array:
+    """The state after all parts of each run, from zeros; transposed, before all of them."""
+    order = np.zeros((u.shape[1] + 1, 4), np.int32)  # The last one is the state after them.
+    order[:-1] = _parts(u.shape[1], transpose) * [1, 1, 0, 0] - [0, 0, 1, 1]
+    return compose(u[None], m[None], order, (1, 1), None, transpose=transpose)[0, :, 0]
+
+
+def _at_parts(
+    compose: Compose, u: jax.Array, m: jax.Array, states: jax.Array, *, transpose: bool
+) -> jax.Array:
+    """The states that arrive at all parts, from those that arrive at the runs."""
+    order, wanted = _parts(u.shape[1], transpose), (1, u.shape[1])
+    (found,) = compose(u[None], m[None], order, wanted, states, transpose=transpose)
+    return _merged(found)
+
+
+def _parts(count: int, reverse: bool) -> np.ndarray:
+    """A kernel's ``order`` of the parts of a run."""
+    index = np.arange(count, dtype=np.int32)[:: -1 if reverse else 1]
+    return np.stack([0 * index, index] * 2, 1)
 
 
 def _composed(maps: Sequence[Maps]) -> list[Maps]:
@@ -146,42 +179,44 @@ def _composed(maps: Sequence[Maps]) -> list[Maps]:
 
 
 def _arriving_at_runs(
-    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None, compose: Compose | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    runs: DeviceRuns, maps: Maps, meanwhile: jax.Array | None, compose: Compose | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The states that arrive at this device's runs, M for the gradients, and ``meanwhile``."""
-    own, values = _by_run(runs, rows), rows.shape[2] - rows.shape[3]
-    kept = Maps.of_rows(rows).m
-    match runs.exchange(rows.shape[1]):
-        case "heads":
-            every, meanwhile = _with(_own_heads(runs, own), meanwhile)
-            if compose is None:
-                every = Maps.of_rows(_in_order(runs, every))
-                kept, found = every.m, _all_heads(runs, _states_in_blocks(every))
-            else:
-                states = compose(every, every, _all_places(runs), runs.size, transpose=False)
-                kept, found = every, _to_devices(runs, states)
-        case "gather":
-            # With two runs nothing goes through M.
-            sent = own if runs.total > 2 else own[..., :values, :]
-            every, meanwhile = _with(lax.all_gather(sent, runs.axes), meanwhile)
-            if runs.total == 2:
-                found = _here(runs, _states_before(runs, Maps(every, every)))
-            elif compose is None:
-                maps = Maps.of_rows(every)
-                kept, found = maps.m, _here(runs, _states_before(runs, maps))
-            else:
-                kept = every
-                (found,) = compose(every, every, _own_places(runs), 1, transpose=False)
-        case _:
-            found = _by_steps(runs, Maps.of_rows(own), False)
-    return _merged(found), kept, meanwhile
+    if runs.total == 2:  # Nothing goes through M.
+        every, meanwhile = _with(lax.all_gather(_by_run(runs, maps.u), runs.axes), meanwhile)
+        found = _here(runs, _states_before(runs, Maps(every, every)))
+        return _merged(found), None, meanwhile
+    exchange = runs.exchange(maps.u.shape[1])
+    if exchange == "steps":
+        found = _by_steps(runs, Maps(*(_by_run(runs, x) for x in maps)), False)
+        return _merged(found), maps.m, meanwhile
+    own = _by_run(runs, jnp.concatenate([maps.u, maps.m], 2))
+    if exchange == "heads":
+        every, meanwhile = _with(_own_heads(runs, own), meanwhile)
+        if compose is not None:
+            states = compose(every, every, _all_places(runs), _wanted(runs), transpose=False)
+            return _merged(_to_devices(runs, states)), every, meanwhile
+        every = Maps.of_rows(_in_order(runs, every))
+        return _merged(_all_heads(runs, _states_in_blocks(every))), every.m, meanwhile
+    every, meanwhile = _with(lax.all_gather(own, runs.axes), meanwhile)
+    if compose is not None:
+        order, wanted = _own_places(runs), (1, runs.count)
+        (found,) = compose(every, every, order, wanted, transpose=False)
+        return _merged(found), every, meanwhile
+    every = Maps.of_rows(every)
+    return _merged(_here(runs, _states_before(runs, every))), every.m, meanwhile
 
 
 def _gradients_at_runs(
-    runs: DeviceRuns, kept: jax.Array, own: jax.Array, compose: Compose | None
+    runs: DeviceRuns, kept: jax.Array | None, own: jax.Array, compose: Compose | None
 ) -> jax.Array:
     """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
+    if runs.total == 2:  # As forward.
+        every = lax.all_gather(gradients, runs.axes)
+        found = _states_before(runs, Maps(every, every), reverse=True)
+        return _merged(_here(runs, found))
+    assert kept is not None
     if exchange == "steps":
         return _merged(_by_steps(runs, Maps(_by_run(runs, kept).mT, gradients), True))
     if exchange == "heads":
@@ -190,15 +225,14 @@ def _gradients_at_runs(
             maps = Maps(kept.mT, _in_order(runs, every))
             return _merged(_all_heads(runs, _states_in_blocks(maps, reverse=True)))
         order = _all_places(runs)[::-1]
-        states = compose(every, kept, order, runs.size, transpose=True)
+        states = compose(every, kept, order, _wanted(runs), transpose=True)
         return _merged(_to_devices(runs, states))
     every = lax.all_gather(gradients, runs.axes)
-    if runs.total > 2 and compose is not None:
-        (found,) = compose(every, kept, _own_places(runs)[::-1], 1, transpose=True)
+    if compose is not None:
+        order, wanted = _own_places(runs, reverse=True), (1, runs.count)
+        (found,) = compose(every, kept, order, wanted, transpose=True)
         return _merged(found)
-    # With two runs nothing goes through M.
-    maps = Maps(kept.mT if runs.total > 2 else every, every)
-    return _merged(_here(runs, _states_before(runs, maps, reverse=True)))
+    return _merged(_here(runs, _states_before(runs, Maps(kept.mT, every), reverse=True)))
 
 
 def _with(received: jax.Array, meanwhile: jax.Array | None) -> tuple[Any, Any]:
@@ -277,9 +311,14 @@ def _all_places(runs: DeviceRuns) -> np.ndarray:
     return np.tile(np.array(_places(runs), np.int32), 2)
 
 
-def _own_places(runs: DeviceRuns) -> jax.Array:
-    """The same for this device's runs alone."""
-    every = _all_places(runs)
+def _wanted(runs: DeviceRuns) -> tuple[int, int]:
+    """The places of all devices' runs."""
+    return runs.size, runs.count
+
+
+def _own_places(runs: DeviceRuns, *, reverse: bool = False) -> jax.Array:
+    """The same for this device's runs alone, from the last run to the first if ``reverse``."""
+    every = _all_places(runs)[:: -1 if reverse else 1]
     of_devices = [
         np.where(every[:, 2:3] == device, every * [1, 1, 0, 1], every * [1, 1, 0, 0] - [0, 0, 1, 1])
         for device in range(runs.size)

@@ -82,7 +82,9 @@ def test_maps_fit(monkeypatch, capfd, jax_is):
         assert seen.stack <= (0 if moves_registers() else 16)
         assert not seen.serialized
     every, order = array(2, 1, 2, 2, 256, 128), array(4, 4, dtype=jnp.int32)
-    seen = read(lambda x, order: operation.compose(x, x, order, 1, transpose=True), every, order)
+    seen = read(
+        lambda x, order: operation.compose(x, x, order, (1, 2), transpose=True), every, order
+    )
     assert seen.kernels == {"gated_delta_rule_composition"}
     assert seen.stack <= 140
 

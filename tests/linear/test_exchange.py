@@ -15,10 +15,10 @@ from burst_jax.linear.exchange import arriving, arriving_gradients
 B, N, H, HV = 2, 16, 3, 5
 
 
-def compose(u, m, order, wanted, *, transpose):
+def compose(u, m, order, wanted, start=None, *, transpose):
     """What a kernel computes that composes maps."""
-    state = jnp.zeros_like(u[0, :, 0, :, :HV])
-    found = jnp.zeros((wanted, B, u.shape[2], *state.shape[1:]))
+    state = jnp.zeros_like(u[0, :, 0, :, :HV]) if start is None else start
+    found = jnp.full((wanted[0], u.shape[1], wanted[1], *state.shape[1:]), jnp.nan)
     for device, column, *target in jnp.asarray(order):
         put = found.at[target[0], :, target[1]].set(state)
         found = jnp.where(target[0] < 0, found, put)
@@ -47,7 +47,7 @@ def exchanged(of_runs, mesh, rows, own, parts, kernel):
         ("gather", 3, "zigzag", 1, None),
         ("gather", 3, "zigzag", 2, compose),
         ("gather", 2, "contiguous", 1, compose),
-        ("gather", 2, "contiguous", 3, None),
+        ("gather", 2, "contiguous", 3, compose),
         ("steps", 5, "zigzag", 1, None),
     ],
 )

@@ -31,26 +31,34 @@ class _Inputs(NamedTuple):
     u: Any
     m: Any
     order: Any
+    start: Any
 
 
 def composed(
-    u: jax.Array, m: jax.Array, order: jax.Array, wanted: int, *, transpose: bool
+    u: jax.Array,
+    m: jax.Array,
+    order: jax.Array,
+    wanted: tuple[int, int],
+    start: jax.Array | None = None,
+    *,
+    transpose: bool,
 ) -> jax.Array:
-    """What arrives at some runs: all maps before each, applied to zeros in order.
+    """What arrives at some runs: all maps before each, applied to the first state in order.
 
     Args:
       u: the rows of U of all runs, float32 ``[n, B, count, N, rows, 128]``, in the first 128 rows.
       m: those of M, in the last 128 rows; it may be the same array.
       order: int32 ``[runs, 4]``, of each run of a sequence, in order, at least two: its place on
         the first and on the third axis of ``u``, and its place on those of the result, which are -1
-        for a run that is not wanted.
-      wanted: length of the result's first axis.
+        for a run that is not wanted. The last one's map is not read.
+      wanted: lengths of the result's first and third axis.
+      start: the first state, transposed, float32 ``[B, N, 128, 128]``; None is zeros.
       transpose: whether M is transposed.
 
     Returns:
-      Float32 ``[wanted, B, count, N, 128, 128]``.
+      Float32 ``[wanted, B, wanted, N, 128, 128]``.
     """
-    _, batch, count, heads, *_ = u.shape
+    _, batch, _, heads, *_ = u.shape
     runs, first_m = order.shape[0], m.shape[-2] - HEAD_DIM
 
     def kernel(given: _Inputs, result: Any, pieces: Any) -> None:
@@ -90,11 +98,15 @@ def composed(
             warpgroup_barrier()  # All threads' products have read M.
             return product + numbers(given.u, index, rows)
 
-        put(i32(0), constant((CHUNK, HEAD_DIM), 0.0, TILE))
-        state = lax.fori_loop(i32(1), i32(runs - 1), step, numbers(given.u, i32(0), rows))
+        if given.start is None:
+            put(i32(0), constant((CHUNK, HEAD_DIM), 0.0, TILE))
+            state, first = numbers(given.u, i32(0), rows), 1
+        else:
+            state, first = plgpu.load(given.start.at[b, h, rows], layout=TILE, optimized=False), 0
+        state = lax.fori_loop(i32(first), i32(runs - 1), step, state)
         put(i32(runs - 1), state)
 
-    shape = wanted, batch, count, heads, HEAD_DIM, HEAD_DIM
+    shape = wanted[0], batch, wanted[1], heads, HEAD_DIM, HEAD_DIM
     result: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     return launch(
         kernel,
@@ -102,7 +114,7 @@ def composed(
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"batch": batch, "head": heads, "part": PARTS},
         warpgroups=1,
-        inputs=_Inputs(u, m, order),
+        inputs=_Inputs(u, m, order, start),
         results=result,
         memory=matrix(_PIECES, HEAD_DIM, HEAD_DIM),
     )

@@ -5,7 +5,6 @@ States are ``[B, N, 128 keys, 128 values]`` float32 here; lengths are multiples 
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -195,11 +194,20 @@ def backward_inputs(
 
 
 def compose(
-    u: jax.Array, m: jax.Array, order: jax.Array, wanted: int, *, transpose: bool
+    u: jax.Array,
+    m: jax.Array,
+    order: jax.typing.ArrayLike,
+    wanted: tuple[int, int],
+    start: jax.Array | None = None,
+    *,
+    transpose: bool,
 ) -> jax.Array:
     """:func:`pallas_kernels.linear.sm90.composition.composed`, on any devices' arrays."""
-    kernel = functools.partial(composed, wanted=wanted, transpose=transpose)
-    return unmarked(kernel)(u, m, jnp.asarray(order))
+
+    def run(u: jax.Array, m: jax.Array, order: jax.Array, start: jax.Array | None) -> jax.Array:
+        return composed(u, m, order, wanted, start, transpose=transpose)
+
+    return unmarked(run)(u, m, jnp.asarray(order), start)
 
 
 def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mode) -> ScanInputs:
