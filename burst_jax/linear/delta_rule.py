@@ -229,7 +229,7 @@ class _Rule(NamedTuple):
             assert not isinstance(kept, Kept)
             return gradients_in_documents(self.runs, of_split, kept, own.mT).mT
         assert isinstance(kept, Kept)
-        return arriving_gradients(self.runs, kept, own.mT, self.implementation.compose).mT
+        return arriving_gradients(self.runs, kept, own.mT).mT
 
 
 class _Residuals(NamedTuple):

@@ -71,11 +71,10 @@ class Kept(NamedTuple):
     """What :func:`arriving_gradients` needs of M.
 
     Attributes:
-      runs: M of what was received: of all runs, by heads for this device's part of the heads; in
-        steps of this device's runs. Where a kernel composes, the rows of these maps. None of two
-        runs, whose states go through no M.
-      parts: the same of the parts of each run, ``[B * count, parts, N, ...]``; None where a run is
-        one part.
+      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers.
+        None of two runs, whose states go through no M.
+      parts: M of the parts of each run, ``[B * count, parts, N, H, H]``; None where a run is one
+        part.
     """
 
     runs: jax.Array | None
@@ -109,18 +108,16 @@ def arriving(
     maps = [Maps.of_rows(rows[:, i]) for i in range(parts)]
     *before, whole = _composed(maps)
     if compose is not None:
-        whole = whole._replace(u=_whole(compose, rows, rows, transpose=False))
+        whole = whole._replace(u=_whole(compose, rows))
     states, m, meanwhile = _arriving_at_runs(runs, whole, meanwhile, compose)
     if compose is not None:
-        found = _at_parts(compose, rows, rows, states, transpose=False)
-        return found, Kept(m, rows), meanwhile
-    found = jnp.stack([states, *(each(states) for each in before)], 1)
-    return _merged(found), Kept(m, rows[..., -rows.shape[-1] :, :]), meanwhile
+        found = _at_parts(compose, rows, states)
+    else:
+        found = _merged(jnp.stack([states, *(each(states) for each in before)], 1))
+    return found, Kept(m, Maps.of_rows(rows).m), meanwhile
 
 
-def arriving_gradients(
-    runs: DeviceRuns, kept: Kept, own: jax.Array, compose: Compose | None = None
-) -> jax.Array:
+def arriving_gradients(runs: DeviceRuns, kept: Kept, own: jax.Array) -> jax.Array:
     """The same of gradients of states, from the last part to the first.
 
     Args:
@@ -128,45 +125,37 @@ def arriving_gradients(
       kept: from :func:`arriving`.
       own: the gradient of each part's first state from its own tokens, transposed, float32
         ``[B * count * parts, N, Hv, H]``.
-      compose: as there.
 
     Returns:
       The gradients of the parts' last states from later ones, transposed, the same shape.
     """
     if kept.parts is None:
-        return _gradients_at_runs(runs, kept.runs, own, compose)
+        return _gradients_at_runs(runs, kept.runs, own)
     parts = kept.parts.shape[1]
     own = own.reshape(-1, parts, *own.shape[1:])
-    if compose is not None:
-        whole = _whole(compose, own, kept.parts, transpose=True)
-        gradients = _gradients_at_runs(runs, kept.runs, whole, compose)
-        return _at_parts(compose, own, kept.parts, gradients, transpose=True)
     maps = [Maps(kept.parts[:, i].mT, own[:, i]) for i in range(parts)]
     *after, whole = _composed(maps[::-1])
-    gradients = _gradients_at_runs(runs, kept.runs, whole.u, compose)
+    gradients = _gradients_at_runs(runs, kept.runs, whole.u)
     found = [gradients, *(each(gradients) for each in after)]
     return _merged(jnp.stack(found[::-1], 1))
 
 
-def _whole(compose: Compose, u: jax.Array, m: jax.Array, *, transpose: bool) -> jax.Array:
-    """The state after all parts of each run, from zeros; transposed, before all of them."""
-    order = np.zeros((u.shape[1] + 1, 4), np.int32)  # The last one is the state after them.
-    order[:-1] = _parts(u.shape[1], transpose) * [1, 1, 0, 0] - [0, 0, 1, 1]
-    return compose(u[None], m[None], order, (1, 1), None, transpose=transpose)[0, :, 0]
+def _whole(compose: Compose, rows: jax.Array) -> jax.Array:
+    """The state after all parts of each run, from zeros."""
+    order = np.zeros((rows.shape[1] + 1, 4), np.int32)  # The last one is the state after them.
+    order[:-1] = _parts(rows.shape[1]) * [1, 1, 0, 0] - [0, 0, 1, 1]
+    return compose(rows[None], order, (1, 1))[0, :, 0]
 
 
-def _at_parts(
-    compose: Compose, u: jax.Array, m: jax.Array, states: jax.Array, *, transpose: bool
-) -> jax.Array:
+def _at_parts(compose: Compose, rows: jax.Array, states: jax.Array) -> jax.Array:
     """The states that arrive at all parts, from those that arrive at the runs."""
-    order, wanted = _parts(u.shape[1], transpose), (1, u.shape[1])
-    (found,) = compose(u[None], m[None], order, wanted, states, transpose=transpose)
+    (found,) = compose(rows[None], _parts(rows.shape[1]), (1, rows.shape[1]), states)
     return _merged(found)
 
 
-def _parts(count: int, reverse: bool) -> np.ndarray:
+def _parts(count: int) -> np.ndarray:
     """A kernel's ``order`` of the parts of a run."""
-    index = np.arange(count, dtype=np.int32)[:: -1 if reverse else 1]
+    index = np.arange(count, dtype=np.int32)
     return np.stack([0 * index, index] * 2, 1)
 
 
@@ -193,23 +182,22 @@ def _arriving_at_runs(
     own = _by_run(runs, jnp.concatenate([maps.u, maps.m], 2))
     if exchange == "heads":
         every, meanwhile = _with(_own_heads(runs, own), meanwhile)
-        if compose is not None:
-            states = compose(every, every, _all_places(runs), _wanted(runs), transpose=False)
-            return _merged(_to_devices(runs, states)), every, meanwhile
-        every = Maps.of_rows(_in_order(runs, every))
-        return _merged(_all_heads(runs, _states_in_blocks(every))), every.m, meanwhile
+        in_order = Maps.of_rows(_in_order(runs, every))
+        if compose is None:
+            found = _all_heads(runs, _states_in_blocks(in_order))
+        else:
+            states = compose(every, _all_places(runs), (runs.size, runs.count))
+            found = _to_devices(runs, states)
+        return _merged(found), in_order.m, meanwhile
     every, meanwhile = _with(lax.all_gather(own, runs.axes), meanwhile)
-    if compose is not None:
-        order, wanted = _own_places(runs), (1, runs.count)
-        (found,) = compose(every, every, order, wanted, transpose=False)
-        return _merged(found), every, meanwhile
-    every = Maps.of_rows(every)
-    return _merged(_here(runs, _states_before(runs, every))), every.m, meanwhile
+    if compose is None:
+        found = _here(runs, _states_before(runs, Maps.of_rows(every)))
+    else:
+        (found,) = compose(every, _own_places(runs), (1, runs.count))
+    return _merged(found), maps.m, meanwhile
 
 
-def _gradients_at_runs(
-    runs: DeviceRuns, kept: jax.Array | None, own: jax.Array, compose: Compose | None
-) -> jax.Array:
+def _gradients_at_runs(runs: DeviceRuns, kept: jax.Array | None, own: jax.Array) -> jax.Array:
     """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
     if runs.total == 2:  # As forward.
@@ -217,22 +205,15 @@ def _gradients_at_runs(
         found = _states_before(runs, Maps(every, every), reverse=True)
         return _merged(_here(runs, found))
     assert kept is not None
-    if exchange == "steps":
-        return _merged(_by_steps(runs, Maps(_by_run(runs, kept).mT, gradients), True))
     if exchange == "heads":
-        every = _own_heads(runs, gradients)
-        if compose is None:
-            maps = Maps(kept.mT, _in_order(runs, every))
-            return _merged(_all_heads(runs, _states_in_blocks(maps, reverse=True)))
-        order = _all_places(runs)[::-1]
-        states = compose(every, kept, order, _wanted(runs), transpose=True)
-        return _merged(_to_devices(runs, states))
-    every = lax.all_gather(gradients, runs.axes)
-    if compose is not None:
-        order, wanted = _own_places(runs, reverse=True), (1, runs.count)
-        (found,) = compose(every, kept, order, wanted, transpose=True)
-        return _merged(found)
-    return _merged(_here(runs, _states_before(runs, Maps(kept.mT, every), reverse=True)))
+        every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
+        return _merged(_all_heads(runs, _states_in_blocks(every, reverse=True)))
+    m = _by_run(runs, kept)
+    if exchange == "steps":
+        return _merged(_by_steps(runs, Maps(m.mT, gradients), True))
+    m, gradients = lax.all_gather((m, gradients), runs.axes)
+    found = _states_before(runs, Maps(m.mT, gradients), reverse=True)
+    return _merged(_here(runs, found))
 
 
 def _with(received: jax.Array, meanwhile: jax.Array | None) -> tuple[Any, Any]:
@@ -311,14 +292,9 @@ def _all_places(runs: DeviceRuns) -> np.ndarray:
     return np.tile(np.array(_places(runs), np.int32), 2)
 
 
-def _wanted(runs: DeviceRuns) -> tuple[int, int]:
-    """The places of all devices' runs."""
-    return runs.size, runs.count
-
-
-def _own_places(runs: DeviceRuns, *, reverse: bool = False) -> jax.Array:
-    """The same for this device's runs alone, from the last run to the first if ``reverse``."""
-    every = _all_places(runs)[:: -1 if reverse else 1]
+def _own_places(runs: DeviceRuns) -> jax.Array:
+    """The same for this device's runs alone."""
+    every = _all_places(runs)
     of_devices = [
         np.where(every[:, 2:3] == device, every * [1, 1, 0, 1], every * [1, 1, 0, 0] - [0, 0, 1, 1])
         for device in range(runs.size)

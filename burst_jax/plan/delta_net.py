@@ -193,8 +193,8 @@ class DeltaNetSizes:
         """Bytes that a device receives of maps and states, in one direction (docs/linear.md).
 
         By heads in two all-to-alls, of maps and states, or of gradients and gradients; all-gathered
-        over up to 8 devices, backward gradients alone; else in ``ceil(log2 n) + 1`` permutes, and
-        with two runs an all-reduce of the state between the first runs and the second ones.
+        over up to 8 devices; else in ``ceil(log2 n) + 1`` permutes, and with two runs an all-reduce
+        of the state between the first runs and the second ones.
         """
         n, own = self.devices, rows * self.runs * self.map_bytes
         if n == 1:
@@ -205,7 +205,7 @@ class DeltaNetSizes:
             case "heads":
                 return (n - 1) * ((states if backward else own) + states) // n
             case "gather":
-                return (n - 1) * (states if backward or n * self.runs == 2 else own)
+                return (n - 1) * (own if n * self.runs > 2 else states)
         steps = math.ceil(math.log2(n)) + 1
         return steps * own + (2 * (n - 1) * state // n if self.runs > 1 else 0)
 
@@ -226,15 +226,8 @@ class DeltaNetSizes:
         return self.heads * (2 * self.value_dim + 2 * CHUNK * matrices + 4 * 5)
 
     def state_bytes(self, rows: int) -> int:
-        """Bytes that a layer keeps of maps and of the state before each run, float32.
-
-        The maps are those that were received, M and U as Hopper's kernels keep them.
-        """
-        if self.devices == 1:
-            return 0
-        gathered = self.exchange == "gather" and self.devices * self.runs > 2
-        maps = rows * self.runs * self.map_bytes * (self.devices if gathered else 1)
-        return maps + 4 * rows * self.runs * self.heads * self.head_dim * self.value_dim
+        """Bytes that a layer keeps of M and of the state before each run, float32."""
+        return 0 if self.devices == 1 else rows * self.runs * self.map_bytes
 
 
 def obstacle(strategy: TrainingStrategy) -> tuple[str, str] | None:

@@ -86,8 +86,8 @@ class Implementation:
       multiple: lengths must be multiples of it.
       parts: ``inputs -> parts``, for devices that exchange maps: in how many parts of equal length
         each sequence is scanned faster, with a map of each.
-      compose: ``(u, m, order, wanted, start, transpose=) -> states``, what arrives at runs from
-        the maps of all of them (:func:`pallas_kernels.linear.sm90.composition.composed`); None
+      compose: ``(rows, order, wanted, start) -> states``, what arrives at runs from the maps of
+        all of them (:func:`pallas_kernels.linear.sm90.composition.composed`); None
         without such a kernel.
       meanwhile: a field of ``prepared`` that is computed while maps are sent, if it has an array;
         None without such a field.

@@ -82,9 +82,7 @@ def test_maps_fit(monkeypatch, capfd, jax_is):
         assert seen.stack <= (0 if moves_registers() else 16)
         assert not seen.serialized
     every, order = array(2, 1, 2, 2, 256, 128), array(4, 4, dtype=jnp.int32)
-    seen = read(
-        lambda x, order: operation.compose(x, x, order, (1, 2), transpose=True), every, order
-    )
+    seen = read(lambda x, order: operation.compose(x, order, (1, 2)), every, order)
     assert seen.kernels == {"gated_delta_rule_composition"}
     assert seen.stack <= 140
 
@@ -139,7 +137,7 @@ def test_devices_exchange_their_maps_alone(n, layout, heads, tokens, launches):
     states = (2 if layout == "zigzag" else 1) * heads * 128 * 128
     if by_heads:  # Maps and states; M remains for the gradients.
         assert [x[-1] for x in sizes] == [2 * states, states, states, states]
-    else:  # M remains for the gradients, too.
-        assert sizes == [[2 * n * states], [n * states]]
+    else:  # Both arrays of a pass in one collective.
+        assert sizes == [[2 * n * states], [n * states, n * states]]
     assert not any("bf16[" in each.result for each in found)
     assert len(compiled.small_launches(program)) <= launches

@@ -15,15 +15,15 @@ from burst_jax.linear.exchange import arriving, arriving_gradients
 B, N, H, HV = 2, 16, 3, 5
 
 
-def compose(u, m, order, wanted, start=None, *, transpose):
+def compose(rows, order, wanted, start=None):
     """What a kernel computes that composes maps."""
-    state = jnp.zeros_like(u[0, :, 0, :, :HV]) if start is None else start
-    found = jnp.full((wanted[0], u.shape[1], wanted[1], *state.shape[1:]), jnp.nan)
+    state = jnp.zeros_like(rows[0, :, 0, :, :HV]) if start is None else start
+    found = jnp.full((wanted[0], rows.shape[1], wanted[1], *state.shape[1:]), jnp.nan)
     for device, column, *target in jnp.asarray(order):
         put = found.at[target[0], :, target[1]].set(state)
         found = jnp.where(target[0] < 0, found, put)
-        of_run = m[device, :, column, :, -H:]
-        state = state @ (of_run.mT if transpose else of_run) + u[device, :, column, :, :HV]
+        of_run = rows[device, :, column]
+        state = state @ of_run[..., HV:, :] + of_run[..., :HV, :]
     return found
 
 
@@ -32,7 +32,7 @@ def exchanged(of_runs, mesh, rows, own, parts, kernel):
 
     def run(rows, own):
         states, kept, _ = arriving(of_runs, rows, None, parts, kernel)
-        return states, arriving_gradients(of_runs, kept, own, kernel)
+        return states, arriving_gradients(of_runs, kept, own)
 
     P = jax.P("seq")
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P, out_specs=P))(rows, own)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM
 from pallas_kernels.linear.kernel_parts import PARTS
-from pallas_kernels.linear.sm90.chunk_operands import accumulator, matrix, transposed
+from pallas_kernels.linear.sm90.chunk_operands import accumulator, matrix
 from pallas_kernels.mosaic.fragments import constant, i32, proxy_fence, warpgroup_barrier
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.sm90.instructions import TILE
@@ -28,59 +28,51 @@ _PRODUCTS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
 
 
 class _Inputs(NamedTuple):
-    u: Any
-    m: Any
+    rows: Any
     order: Any
     start: Any
 
 
 def composed(
-    u: jax.Array,
-    m: jax.Array,
-    order: jax.Array,
-    wanted: tuple[int, int],
-    start: jax.Array | None = None,
-    *,
-    transpose: bool,
+    rows: jax.Array, order: jax.Array, wanted: tuple[int, int], start: jax.Array | None = None
 ) -> jax.Array:
     """What arrives at some runs: all maps before each, applied to the first state in order.
 
     Args:
-      u: the rows of U of all runs, float32 ``[n, B, count, N, rows, 128]``, in the first 128 rows.
-      m: those of M, in the last 128 rows; it may be the same array.
+      rows: of the maps of all runs, those of U and below them those of M, float32
+        ``[n, B, count, N, 2 * 128, 128]``.
       order: int32 ``[runs, 4]``, of each run of a sequence, in order, at least two: its place on
-        the first and on the third axis of ``u``, and its place on those of the result, which are -1
-        for a run that is not wanted. The last one's map is not read.
+        the first and on the third axis of ``rows``, and on those of the result, -1 for a run that
+        is not wanted. The last one's map is not read.
       wanted: lengths of the result's first and third axis.
       start: the first state, transposed, float32 ``[B, N, 128, 128]``; None is zeros.
-      transpose: whether M is transposed.
 
     Returns:
       Float32 ``[wanted, B, wanted, N, 128, 128]``.
     """
-    _, batch, _, heads, *_ = u.shape
-    runs, first_m = order.shape[0], m.shape[-2] - HEAD_DIM
+    _, batch, _, heads, *_ = rows.shape
+    runs = order.shape[0]
 
     def kernel(given: _Inputs, result: Any, pieces: Any) -> None:
         b, h, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
-        rows = pl.ds(part * CHUNK, CHUNK)
+        own = pl.ds(part * CHUNK, CHUNK)
 
         def put(index: Any, state: jax.Array) -> None:
             device, column = given.order[index, 2], given.order[index, 3]
 
             @pl.when(device >= 0)
             def _():
-                result[device, b, column, h, rows] = state
+                result[device, b, column, h, own] = state
 
-        def numbers(ref: Any, index: Any, rows: Any) -> jax.Array:
+        def numbers(index: Any, rows: Any) -> jax.Array:
             device, column = given.order[index, 0], given.order[index, 1]
-            source = ref.at[device, b, column, h, rows]
+            source = given.rows.at[device, b, column, h, rows]
             return plgpu.load(source, layout=TILE, optimized=False)
 
         def step(index: Any, state: jax.Array) -> jax.Array:
             put(index, state)
             for half in range(PARTS):
-                of_half = numbers(given.m, index, pl.ds(first_m + half * CHUNK, CHUNK))
+                of_half = numbers(index, pl.ds(HEAD_DIM + half * CHUNK, CHUNK))
                 for i, piece in enumerate(_split(of_half)):
                     pieces.at[i].at[pl.ds(half * CHUNK, CHUNK)][...] = piece
             proxy_fence()
@@ -90,19 +82,18 @@ def composed(
                 # All are there before a product reads the first one's registers.
                 left = lax.optimization_barrier(_split(state))
                 for i, j in _PRODUCTS:
-                    right = pieces.at[j]
-                    plgpu.wgmma(acc, left[i], transposed(right) if transpose else right)
+                    plgpu.wgmma(acc, left[i], pieces.at[j])
                 return plgpu.wgmma_accumulator_load(acc)
 
             product = pl.run_scoped(products, accumulator(HEAD_DIM))
             warpgroup_barrier()  # All threads' products have read M.
-            return product + numbers(given.u, index, rows)
+            return product + numbers(index, own)
 
         if given.start is None:
             put(i32(0), constant((CHUNK, HEAD_DIM), 0.0, TILE))
-            state, first = numbers(given.u, i32(0), rows), 1
+            state, first = numbers(i32(0), own), 1
         else:
-            state, first = plgpu.load(given.start.at[b, h, rows], layout=TILE, optimized=False), 0
+            state, first = plgpu.load(given.start.at[b, h, own], layout=TILE, optimized=False), 0
         state = lax.fori_loop(i32(first), i32(runs - 1), step, state)
         put(i32(runs - 1), state)
 
@@ -114,7 +105,7 @@ def composed(
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"batch": batch, "head": heads, "part": PARTS},
         warpgroups=1,
-        inputs=_Inputs(u, m, order, start),
+        inputs=_Inputs(rows, order, start),
         results=result,
         memory=matrix(_PIECES, HEAD_DIM, HEAD_DIM),
     )

@@ -194,20 +194,17 @@ def backward_inputs(
 
 
 def compose(
-    u: jax.Array,
-    m: jax.Array,
+    rows: jax.Array,
     order: jax.typing.ArrayLike,
     wanted: tuple[int, int],
     start: jax.Array | None = None,
-    *,
-    transpose: bool,
 ) -> jax.Array:
     """:func:`pallas_kernels.linear.sm90.composition.composed`, on any devices' arrays."""
 
-    def run(u: jax.Array, m: jax.Array, order: jax.Array, start: jax.Array | None) -> jax.Array:
-        return composed(u, m, order, wanted, start, transpose=transpose)
+    def run(rows: jax.Array, order: jax.Array, start: jax.Array | None) -> jax.Array:
+        return composed(rows, order, wanted, start)
 
-    return unmarked(run)(u, m, jnp.asarray(order), start)
+    return unmarked(run)(rows, jnp.asarray(order), start)
 
 
 def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mode) -> ScanInputs:
