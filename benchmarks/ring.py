@@ -55,6 +55,7 @@ _CORE = (
 )
 _ROTATIONS = ("zigzag, rotate_kv", "zigzag, rotate_query", "zigzag, NCCL")
 _LEVELS = ("two-level ring", "ring + Ulysses of 2")
+_PACKED = (ALL_ALONE, "balanced", ZIGZAG, "striped:128")
 # Each case, and the names of its strategies.
 CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
     (Case("64K, 32/8 heads", 1, 65536, 32, 8, 128, True), _CORE + _ROTATIONS + _LEVELS),
@@ -83,11 +84,11 @@ CASES: tuple[tuple[Case, tuple[str, ...]], ...] = (
             documents=16,
             equal_documents=True,
         ),
-        (ALONE, ALL_ALONE, "balanced", ZIGZAG, "striped:128"),
+        _PACKED,
     ),
     (
         Case("32 documents of 128K, 32/8 heads", 1, 131072, 32, 8, 128, True, documents=32),
-        (ALONE, ALL_ALONE, "balanced", ZIGZAG, "striped:128"),
+        _PACKED,
     ),
 )
 
@@ -127,7 +128,7 @@ class Compiling:
     row: Row
     strategy: Strategy | None = None
     arrays: list[jax.Array] = dataclasses.field(default_factory=list)
-    packing: list[jax.Array] = dataclasses.field(default_factory=list)
+    packing: list[Any] = dataclasses.field(default_factory=list)
     programs: list[Any] = dataclasses.field(default_factory=list)
 
     def calls(self) -> list[Callable[[], Any]]:
@@ -141,19 +142,43 @@ class Compiling:
         self.row.note = " ".join(f"{type(error).__name__}: {error}".split())[:70]
 
 
+# The programs of strategies of earlier cases, or futures of them.
+Programs = dict[Any, list[Any]]
+
+
+def _program_key(case: Case, name: str, started: Compiling) -> Any:
+    """What a strategy's programs depend on. Documents are arguments, a balanced layout is not."""
+    assert started.strategy is not None
+    is_packed = case.documents > 1
+    like = dataclasses.replace(case, name="", documents=1 + is_packed, equal_documents=False)
+    return like, name, started.strategy.layout, tuple(x.shape for x in started.arrays)
+
+
 def start(
-    inputs: RingInputs, name: str, make: Callable[[], Strategy], pool: ThreadPoolExecutor
+    inputs: RingInputs,
+    name: str,
+    make: Callable[[], Strategy],
+    pool: ThreadPoolExecutor,
+    programs: Programs,
 ) -> Compiling:
-    """Makes a strategy's arrays, and compiles its programs in threads of the pool."""
+    """Makes a strategy's arrays, and compiles its programs in threads of the pool.
+
+    Lowering is Python, some 0.6 s for each kernel of a program, so ``programs`` are used again.
+    """
     started = Compiling(Row(inputs.case.name, name))
     try:
         strategy = started.strategy = make()
         arrays = started.arrays = inputs.arrays(strategy)
         packing = started.packing = strategy.packing_arrays()
+        key = _program_key(inputs.case, name, started)
+        started.programs = list(programs.get(key, ()))
+        if started.programs:
+            return started
         for run, given in ((strategy.attend, arrays[:3]), (strategy.both, arrays)):
             with strategy.lowering():
                 lowered = jax.jit(run, compiler_options=strategy.options).lower(*given, *packing)
             started.programs.append(pool.submit(lowered.compile))
+        programs[key] = started.programs
     except Exception as error:
         started.failed(error)
     return started
@@ -181,6 +206,7 @@ def measure(
     case: Case,
     makers: dict[str, Callable[[], Strategy]],
     n: int,
+    programs: Programs,
     *,
     turns: int,
     seconds: float,
@@ -189,7 +215,7 @@ def measure(
     """Checks the strategies against the first one, and times them in turns."""
     inputs = RingInputs(case, n)
     with ThreadPoolExecutor() as pool:  # Compilation dominates.
-        started = [start(inputs, name, make, pool) for name, make in makers.items()]
+        started = [start(inputs, name, make, pool, programs) for name, make in makers.items()]
         for each in started:
             check(inputs, each)
     timed = [each for each in started if not each.row.note]
@@ -242,13 +268,14 @@ def run(args: argparse.Namespace) -> None:
     heading = f"{'case':34}{'strategy':22}{'forward':>13}{'fwd + bwd':>13}{'GiB':>7}"
     heading += f"{'MHz':>6}{'W':>5}{'J/TFLOP':>9}{'error':>9}"
     print(heading + "\n" + "-" * len(heading))
+    programs: Programs = {}
     with Clock(n) as clock:
         for index in args.cases:
             case, names = CASES[index]
             makers = strategies(case, n)
             chosen = [name for name in names if name in (args.strategies or names)]
             rows = measure(
-                case, {name: makers[name] for name in chosen}, n,
+                case, {name: makers[name] for name in chosen}, n, programs,
                 turns=args.turns, seconds=args.seconds, clock=clock,
             )  # fmt: skip
             print("\n".join(_lines(rows)), flush=True)

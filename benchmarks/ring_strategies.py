@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import burst_jax
 from benchmarks.kernels import Case
+from burst_jax.layouts import document_tables
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.parallel.mesh import AxisNames, axes_size, flat_names
 from burst_jax.parallel.xla_options import XlaOptions
@@ -41,8 +42,9 @@ class Strategy:
       shards: number of shards of the layout.
       copies: number of copies of the whole work that run at once, on different devices.
       options: compiler options for ``jax.jit``.
-      packing: segment ids and positions of packed documents, int32 ``[B, T']``, as arguments: of
-        constants XLA would compute what follows from them while it compiles.
+      packing: segment ids and positions of packed documents, int32 ``[B, T']``, and the batch's
+        document tables or None, as arguments: of constants XLA would compute what follows from
+        them while it compiles.
       order: with packing, the token in each place, ``[T']``; -1 is padding.
       cotangents: the cotangents of what ``attend`` returns, of that of out.
       lowering: entered while the program is traced.
@@ -56,7 +58,7 @@ class Strategy:
     shards: int
     copies: int = 1
     options: XlaOptions = dataclasses.field(default_factory=dict)
-    packing: tuple[np.ndarray, ...] = ()
+    packing: tuple[Any, ...] = ()
     order: np.ndarray | None = None
     cotangents: Callable[[jax.Array], Any] = lambda do: do
     lowering: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -69,15 +71,30 @@ class Strategy:
 
     def random(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Random bfloat16 values, the same tokens in any order and on any devices."""
-        return _random(self, key, shape)
+        by_layout = (self.layout, self.shards) if self.order is None else None
+        sharding = NamedSharding(self.mesh, self.spec)
+        return _random(key, self.order, shape, by_layout, self.copies, sharding)
 
     def natural(self, x: jax.Array, length: int) -> jax.Array:
         """``x`` in natural order, on the mesh; the last one of several copies."""
-        return _natural(self, x, length)
+        places, by_layout = None, (self.layout, self.shards)
+        if self.order is not None:
+            tokens = np.flatnonzero(self.order >= 0)
+            places, by_layout = tokens[np.argsort(self.order[tokens])][:length], None
+        sharding = NamedSharding(self.mesh, P(None, self.axes))
+        return _natural(x, places, by_layout, self.copies, sharding)
 
-    def packing_arrays(self) -> list[jax.Array]:
+    def packing_arrays(self) -> list[Any]:
         """:attr:`packing` on the mesh."""
-        return [jax.device_put(x, NamedSharding(self.mesh, self.spec)) for x in self.packing]
+        if not self.packing:
+            return []
+        *by_token, tables = self.packing
+        specs: Any = None if tables is None else tables.specs(None, self.axes)
+
+        def put(x: np.ndarray, spec: P) -> jax.Array:
+            return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+        return [*(put(x, self.spec) for x in by_token), jax.tree.map(put, tables, specs)]
 
     def both(self, q: Any, k: Any, v: Any, do: Any, *packing: Any) -> tuple[Any, ...]:
         """``(out, dq, dk, dv)`` of ``attend``."""
@@ -91,27 +108,37 @@ class Strategy:
         return self is other
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _random(strategy: Strategy, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    x = jax.random.normal(key, shape, jnp.bfloat16)
-    if strategy.order is None:
-        x = burst_jax.to_layout(x, strategy.layout, strategy.shards)
+# Orders are arguments: strategies, and cases of other documents, share programs.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _random(
+    key: jax.Array,
+    order: np.ndarray | None,
+    shape: tuple[int, ...],
+    by_layout: tuple[str, int] | None,
+    copies: int,
+    sharding: NamedSharding,
+) -> jax.Array:
+    x: jax.Array = jax.random.normal(key, shape, jnp.bfloat16)
+    if by_layout is not None:
+        x = burst_jax.to_layout(x, *by_layout)
     else:
-        is_token = (strategy.order >= 0)[:, None, None]
-        x = jnp.where(is_token, x[:, np.maximum(strategy.order, 0)], jnp.zeros((), x.dtype))
-    sharding = NamedSharding(strategy.mesh, strategy.spec)
-    return lax.with_sharding_constraint(jnp.concatenate([x] * strategy.copies), sharding)
+        assert order is not None
+        is_token = (order >= 0)[:, None, None]
+        x = jnp.where(is_token, x[:, jnp.maximum(order, 0)], jnp.zeros((), x.dtype))
+    return lax.with_sharding_constraint(jnp.concatenate([x] * copies), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _natural(strategy: Strategy, x: jax.Array, length: int) -> jax.Array:
-    x = x[-(x.shape[0] // strategy.copies) :]
-    if strategy.order is None:
-        x = burst_jax.from_layout(x, strategy.layout, strategy.shards)
-    else:
-        places = np.flatnonzero(strategy.order >= 0)
-        x = x[:, places[np.argsort(strategy.order[places])]][:, :length]
-    return lax.with_sharding_constraint(x, NamedSharding(strategy.mesh, P(None, strategy.axes)))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _natural(
+    x: jax.Array,
+    places: np.ndarray | None,
+    by_layout: tuple[str, int] | None,
+    copies: int,
+    sharding: NamedSharding,
+) -> jax.Array:
+    x = x[-(x.shape[0] // copies) :]
+    x = x[:, places] if by_layout is None else burst_jax.from_layout(x, *by_layout)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
@@ -155,18 +182,27 @@ def _with_attention(strategy: Strategy, case: Case, arguments: dict[str, Any]) -
         return dataclasses.replace(strategy, attend=attend)
     layout, order, placed = parse_layout(strategy.layout).order_of(ids[:1], strategy.shards)
     by_batch = case.batch * strategy.copies, 1
-    packing = tuple(np.tile(x, by_batch).astype(np.int32) for x in (placed, np.maximum(order, 0)))
+    own, positions = (np.tile(x, by_batch).astype(np.int32) for x in (placed, np.maximum(order, 0)))
+    tables = None
+    if not layout.is_fixed:  # As make_batch returns them.
+        options = case.options
+        tables = document_tables(
+            layout, own, positions, strategy.shards, is_causal=options["is_causal"],
+            local_window_sizes=(options["local_window_size"],),
+        )  # fmt: skip
 
-    def attend_packed(q: Any, k: Any, v: Any, ids: Any, order: Any) -> jax.Array:
+    def attend_packed(q: Any, k: Any, v: Any, ids: Any, order: Any, tables: Any) -> jax.Array:
         positions = layout.given_positions(order)
         return burst_jax.burst_attention(
             q, k, v, layout=layout.name, query_segment_ids=ids, key_value_segment_ids=ids,
-            query_positions=positions, key_value_positions=positions, **arguments,
+            query_positions=positions, key_value_positions=positions, document_tables=tables,
+            **arguments,
         )  # fmt: skip
 
     return dataclasses.replace(
-        strategy, attend=attend_packed, layout=layout.name, packing=packing, order=order[0]
-    )
+        strategy, attend=attend_packed, layout=layout.name, packing=(own, positions, tables),
+        order=order[0].astype(np.int32),
+    )  # fmt: skip
 
 
 def cudnn(case: Case) -> Callable[..., jax.Array]:

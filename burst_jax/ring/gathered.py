@@ -35,8 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_jax.layouts.tables import MaskTables, zone_slices
+from burst_jax.layouts.tables import MaskTables, needs_own_ranges, zone_slices
 from burst_jax.ring.local import Gradients
+from burst_jax.ring.padding import with_zeros
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
 from burst_jax.ring.route import Route
@@ -55,6 +56,19 @@ from burst_jax.ring.zone import (
 from pallas_kernels import AttentionInputs, Implementation, QuerySide, vary, varying_axes
 from pallas_kernels.backend import Dkv
 from pallas_kernels.inputs import Carry, PerHead
+
+
+def zeroes_padding(
+    request: Request, implementation: Implementation, inputs: AttentionInputs, *, backward: bool
+) -> bool:
+    """Whether a pass replaces what arrays hold in padding by zeros; else its caller must.
+
+    The kernels of whole documents do if they can, by segment ids, which per-query KV bounds
+    replace. Those of split documents get bounds: what they read of padding is zeroed before.
+    """
+    mask = request.spec.mask
+    has_ids = not needs_own_ranges(mask.left, mask.right)
+    return has_ids and implementation.zeroes_padding(request.spec, inputs, backward=backward)
 
 
 def _sends(request: Request) -> bool:
@@ -113,13 +127,19 @@ class _Documents:
       parts: K and V of each slice of this device's zone, ``[B, slice, K, H]``.
     """
 
-    def __init__(self, request: Request, inputs: AttentionInputs):
+    def __init__(self, request: Request, inputs: AttentionInputs, *, zeroes_padding: bool):
+        """``zeroes_padding``: whether padding may hold anything but zeros."""
         zone = zone_of(request)
         self.route = request.route(zone, zone)
         self.shard = shard = Shard(request, inputs)
         self.slices = zone_slices(zone, self.route.size, inputs.q_length)
         self._segment_ids = Order.of(inputs.query).segment_ids
-        kv = without_order(tokens_from(inputs.kv, shard.outside))
+        in_zone = AttentionInputs(
+            tokens_from(inputs.query, shard.outside), tokens_from(inputs.kv, shard.outside)
+        )
+        if zeroes_padding:
+            in_zone = with_zeros(in_zone)
+        kv = without_order(in_zone.kv)
         self.parts = [(kv.k[:, part], kv.v[:, part]) for part in self.slices]
         if shard.tables is None:
             found = self._searched(request, inputs)
@@ -129,7 +149,7 @@ class _Documents:
         local = jnp.pad(~self._is_split, ((0, 0), (shard.outside, 0)), constant_values=True)
         self.whole = shard.of_queries(local)
         starts, ends = self._ranges[0]
-        query: QuerySide = without_order(tokens_from(inputs.query, shard.outside))
+        query: QuerySide = without_order(in_zone.query)
         query = query._replace(positions=indices(zone), kv_starts=starts, kv_ends=ends)
         kv = kv._replace(positions=indices(zone))
         self.split = AttentionInputs(query, kv, shard.inputs.shared)
@@ -292,7 +312,8 @@ def forward(request: Request, implementation: Implementation, inputs: AttentionI
         if wrong is None:
             return results
         return vary(_nan_where(wrong, ids, results), varying_axes(inputs))
-    documents = _Documents(request, inputs)
+    zeroes = zeroes_padding(request, implementation, inputs, backward=False)
+    documents = _Documents(request, inputs, zeroes_padding=zeroes)
     of_whole, of_split = documents.specs
     # What is gathered later passes each step's barrier: XLA would gather it early.
     parts = documents.parts
@@ -317,7 +338,9 @@ def backward(
     del rotation
     if not _sends(request):
         return _backward_alone(request, implementation, inputs)
-    documents, accumulator = _Documents(request, inputs), implementation.dq_accumulator
+    zeroes = zeroes_padding(request, implementation, inputs, backward=True)
+    documents = _Documents(request, inputs, zeroes_padding=zeroes)
+    accumulator = implementation.dq_accumulator
     route, (of_whole, of_split) = documents.route, documents.specs
     split = Gradients(implementation, of_split, accumulator, None, maximum=route.maximum)
     parts, dq, sums, reduced = documents.parts, None, (), []

@@ -17,11 +17,20 @@ from burst_jax.layouts.layout import AttentionPass
 from burst_jax.ring import backward, forward, gathered
 from burst_jax.ring.derivatives import kernel_inputs, loop_results, reverse_mode_only
 from burst_jax.ring.local import local_implementation, with_block_runs
+from burst_jax.ring.padding import with_zeros, without_padding
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation, ShardShape, choose_rotation
 from burst_jax.ring.schedule import count_hops
 from burst_jax.ring.ulysses import all_tokens, gradient_to_tokens, own_heads, to_heads, to_tokens
-from pallas_kernels import AttentionInputs, KVSide, QuerySide, SharedInputs, vary, varying_axes
+from pallas_kernels import (
+    AttentionInputs,
+    Implementation,
+    KVSide,
+    QuerySide,
+    SharedInputs,
+    vary,
+    varying_axes,
+)
 from pallas_kernels.arrays import row_major
 from pallas_kernels.device import Target, current_target
 from pallas_kernels.inputs import Carry, PerHead
@@ -38,18 +47,25 @@ class _Pass(NamedTuple):
     Attributes:
       forward: as :func:`burst_jax.ring.forward.forward`.
       backward: as :func:`burst_jax.ring.backward.backward`.
-      passes_segment_ids: whether kernels get the call's segment ids. Without them they cannot
-        identify padding, so their inputs must hold zeros there.
+      zeroes_padding: ``(request, implementation, inputs, *, backward) -> bool``, where tokens have
+        segment ids: whether the pass replaces what the arrays hold in padding by zeros.
     """
 
     forward: Callable[..., Carry]
     backward: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array], PerHead]]
-    passes_segment_ids: bool
+    zeroes_padding: Callable[..., bool]
+
+
+def _ring_zeroes_padding(
+    request: Request, implementation: Implementation, inputs: AttentionInputs, *, backward: bool
+) -> bool:
+    """The kernels do: all get the segment ids."""
+    return implementation.zeroes_padding(request.spec, inputs, backward=backward)
 
 
 _PASSES: dict[AttentionPass, _Pass] = {
-    "ring": _Pass(forward.forward, backward.backward, passes_segment_ids=True),
-    "gathered": _Pass(gathered.forward, gathered.backward, passes_segment_ids=False),
+    "ring": _Pass(forward.forward, backward.backward, _ring_zeroes_padding),
+    "gathered": _Pass(gathered.forward, gathered.backward, gathered.zeroes_padding),
 }
 
 
@@ -105,7 +121,7 @@ def ring_inputs(
 ) -> AttentionInputs:
     """The inputs after the Ulysses all-to-all, with zeros in padding.
 
-    With a ``target``, padding is zeroed only if the forward kernels on it need that.
+    With a ``target``, padding is zeroed only if the forward pass on it needs that.
     """
     axis, (query, kv, shared) = request.ulysses_axis, inputs
     q, k, v = (to_heads(x, axis, tokens=1, heads=2) for x in (query.q, kv.k, kv.v))
@@ -117,8 +133,8 @@ def ring_inputs(
         tables = shared.caller.with_tokens(functools.partial(all_tokens, axis_name=axis))
         shared = shared._replace(caller=tables)
     inputs = with_block_runs(request, AttentionInputs(*sides, shared))
-    if target is None or not _kernels_zero_padding(request, target, inputs, backward=False):
-        inputs = _with_zeros(inputs)
+    if target is None or not _zeroes_padding(request, target, inputs, backward=False):
+        inputs = with_zeros(inputs)
     return inputs
 
 
@@ -130,44 +146,22 @@ def ring_forward(request: Request, target: Target, inputs: AttentionInputs) -> C
     return loop_results(implementation, results)
 
 
-def _without_padding(x: jax.Array, segment_ids: jax.Array | None, *, tokens: int = 1) -> jax.Array:
-    """``x`` with zeros in padding tokens; ``tokens`` is the index of the token axis.
-
-    Masks give padding the weight 0, but 0 times infinity or NaN is NaN. So the caller's values in
-    padding are replaced before they are multiplied with anything.
-    """
-    if segment_ids is None:
-        return x
-    others = [axis for axis in range(1, x.ndim) if axis != tokens]
-    live = lax.expand_dims(segment_ids != 0, others)
-    return jnp.where(live, x, jnp.zeros((), x.dtype))
-
-
-def _kernels_zero_padding(
+def _zeroes_padding(
     request: Request, target: Target, inputs: AttentionInputs, *, backward: bool
 ) -> bool:
-    """Whether the forward or backward kernels replace what arrays hold in padding by zeros."""
+    """Whether the forward or backward pass replaces what arrays hold in padding by zeros."""
     if not inputs.has_segments:
         return True
-    if not _PASSES[request.layout.attention_pass].passes_segment_ids:
-        return False
     implementation = local_implementation(request, target, inputs, backward=backward)
-    return implementation.zeroes_padding(request.spec, inputs, backward=backward)
-
-
-def _with_zeros(inputs: AttentionInputs) -> AttentionInputs:
-    """Inputs with zeros in the padding of queries, keys and values."""
-    query, kv = inputs.query, inputs.kv
-    k, v = (_without_padding(x, kv.segment_ids) for x in (kv.k, kv.v))
-    q = _without_padding(query.q, query.segment_ids)
-    return inputs._replace(query=query._replace(q=q), kv=kv._replace(k=k, v=v))
+    run = _PASSES[request.layout.attention_pass]
+    return run.zeroes_padding(request, implementation, inputs, backward=backward)
 
 
 class Residuals(NamedTuple):
     """What the backward pass reads from the forward pass, for every implementation.
 
     Attributes:
-      inputs: :func:`ring_inputs`; their padding holds zeros only if the forward kernels need them.
+      inputs: :func:`ring_inputs`; their padding holds zeros only if the forward pass needs them.
       out: ``[B, T, N, Hv]``, with this device's tokens and heads before the Ulysses all-to-all.
       lse: float32 ``[B, N, T]``, with its tokens and heads after the all-to-all.
       q_segment_ids: int32 ``[B, T]`` of its tokens before the all-to-all, or None.
@@ -263,11 +257,11 @@ def ring_backward(
     differentiated = [name for name, x in parameters.items() if x.shape[0]]
     request = request.differentiating(differentiated)
     do, dlse = (instantiated(x, zeros) for x in cotangents)
-    zeroes_padding = _kernels_zero_padding(request, target, residuals.inputs, backward=True)
+    zeroes_padding = _zeroes_padding(request, target, residuals.inputs, backward=True)
     if not zeroes_padding:
-        do = _without_padding(do, segment_ids_here)
-        if _kernels_zero_padding(request, target, residuals.inputs, backward=False):
-            query, kv, _ = _with_zeros(residuals.inputs)
+        do = without_padding(do, segment_ids_here)
+        if _zeroes_padding(request, target, residuals.inputs, backward=False):
+            query, kv, _ = with_zeros(residuals.inputs)
     # d logits = p (dO v - rowsum(dO O) + dlse): lse's gradient is one more term of delta.
     # XLA would give out and dO the layout of delta, heads first. In a scan over layers out is a
     # slice of a stack, which would be copied whole.
@@ -276,8 +270,8 @@ def ring_backward(
     products = lax.optimization_barrier(row_major(products)).swapaxes(1, 2)
     if zeroes_padding:
         # After the reduction: XLA does not fuse this select into the reduction's kernel.
-        products = _without_padding(products, segment_ids_here, tokens=2)
-    delta = products - _without_padding(dlse, segment_ids_here, tokens=2)
+        products = without_padding(products, segment_ids_here, tokens=2)
+    delta = products - without_padding(dlse, segment_ids_here, tokens=2)
     do = to_heads(do, axis, tokens=1, heads=2)
     delta = to_heads(delta, axis, tokens=2, heads=1)
     # A query that attends to nothing has no weights, and 0 times NaN is NaN.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import compare
+import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from meshes import assert_close, mesh_of, random_like
 from ring_cases import a_case, program_of
 
 import burst_jax
+from burst_jax.layouts import Balanced
 from pallas_kernels import REFERENCE, AttentionInputs
 from pallas_kernels.backend import runs_anywhere
 
@@ -96,30 +99,43 @@ def test_huge_values_in_padding_do_not_overflow(name):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("passes", [(True,), (False,), (False, True)], ids=str)
-@pytest.mark.parametrize("sizes", [{"seq": 1}, {"seq": 2, "heads": 2}], ids=str)
-def test_kernels_that_zero_padding_themselves(passes, sizes):
-    """``passes``: False if the forward pass does, True if the backward pass. Others get zeros."""
+def zeroing_itself(passes):
+    """An implementation that zeroes padding by the segment ids it gets, if any.
+
+    ``passes``: False if the forward pass does, True if the backward pass.
+    """
 
     def zeroing(run, backward):
         def zero(x, ids):
             return None if x is None else jnp.where((ids == 0)[:, :, None, None], 0, x)
 
         def zeroed(inputs, *args, **options):
-            query, kv, shared = inputs
-            q, do = (zero(x, query.segment_ids) for x in (query.q, query.do))
-            k, v = (zero(x, kv.segment_ids) for x in (kv.k, kv.v))
-            inputs = AttentionInputs(query._replace(q=q, do=do), kv._replace(k=k, v=v), shared)
+            if inputs.has_segments:
+                query, kv, shared = inputs
+                q, do = (zero(x, query.segment_ids) for x in (query.q, query.do))
+                k, v = (zero(x, kv.segment_ids) for x in (kv.k, kv.v))
+                query, kv = query._replace(q=q, do=do), kv._replace(k=k, v=v)
+                inputs = AttentionInputs(query, kv, shared)
             return run(inputs, *args, **options)
 
         return zeroed if backward in passes else run
 
-    implementation: Any = dataclasses.replace(
+    return dataclasses.replace(
         REFERENCE,
         forward=zeroing(REFERENCE.forward, False),
         backward=zeroing(REFERENCE.backward, True),
         zeroes_padding=lambda spec, inputs, *, backward: backward in passes,
     )
+
+
+PASSES = pytest.mark.parametrize("passes", [(True,), (False,), (False, True)], ids=str)
+
+
+@PASSES
+@pytest.mark.parametrize("sizes", [{"seq": 1}, {"seq": 2, "heads": 2}], ids=str)
+def test_kernels_that_zero_padding_themselves(passes, sizes):
+    """Others get zeros."""
+    implementation: Any = zeroing_itself(passes)
     ids: Any = np.tile(np.repeat(np.array([1, 0, 2, 0], np.int32), [5, 2, 6, 3]), (2, 1))
     rng, sinks = np.random.default_rng(0), jnp.arange(4, dtype=jnp.float32)
     shapes = ((2, 16, heads, 8) for heads in (4, 2, 2, 4))
@@ -140,6 +156,68 @@ def test_kernels_that_zero_padding_themselves(passes, sizes):
     got = run(*(poisoned(x, ids, rng) for x in arrays))
     for x, y in zip(got, run(*arrays), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+# Devices, passes, window. Kernels of windows get no segment ids.
+ZEROED = [
+    (2, (False, True), None),
+    (3, (False,), None),
+    (5, (True,), None),
+    (3, (False, True), 7),
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "passes", "window"),
+    [pytest.param(*case, marks=() if case[0] == 2 else pytest.mark.slow) for case in ZEROED],
+    ids=str,
+)
+def test_kernels_that_zero_padding_in_a_balanced_layout(n, passes, window):
+    """Drawn documents, whole and split, with padding inside of them and between; GQA."""
+    rng, length = np.random.default_rng(n), 24 * n
+    ids = np.zeros((2, length), np.int32)
+    for row in ids:
+        # Of this length, so that it is split.
+        ends = np.r_[14 * n, 14 * n + np.cumsum(rng.integers(2, 9, length))]
+        row[:] = 1 + np.searchsorted(ends, np.arange(length), "right")
+        row[rng.random(length) < 0.15] = 0
+    layout, order, placed = Balanced(20).order_of(ids, n)
+    assert layout.known_zone == 20
+    q, k, v, do = (
+        rng.normal(size=(2, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4)
+    )
+    is_token = order >= 0
+    order = np.maximum(order, 0)
+    shards = [np.take_along_axis(x, order[..., None, None], 1) for x in (q, k, v, do)]
+    own: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), placed)
+    own |= dict.fromkeys(("query_positions", "key_value_positions"), order)
+    options: Any = {"is_causal": True, "local_window_size": window and (window, 0)}
+
+    @jax.jit
+    def run(q, k, v, do):
+        def attend(*arrays):
+            return burst_jax.burst_attention(
+                *arrays, mesh=mesh_of(seq=n), layout=layout.name, return_residual=True,
+                implementation=zeroing_itself(passes), **own, **options,
+            )  # fmt: skip
+
+        results, vjp = jax.vjp(attend, q, k, v)
+        return *results, *vjp((do, jnp.zeros(do.shape[:3], jnp.float32)))
+
+    results = run(*(poisoned(x, placed, rng) for x in shards))
+    got: list[np.ndarray] = []
+    is_live = is_token & (placed != 0)
+    for x in map(np.asarray, results):
+        nothing = -np.inf if x.ndim == 3 else 0
+        assert (x[placed == 0] == nothing).all()
+        natural = np.full_like(x, nothing)
+        for to, row, tokens, places in zip(natural, x, is_live, order, strict=True):
+            to[places[tokens]] = row[tokens]
+        got.append(natural)
+    segments: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+    dlse = np.zeros(do.shape[:3], np.float32)
+    want = dense.reference(do, dlse, query=q, key=k, value=v, **segments, **options)
+    compare.assert_exact(got, want, "float32")
 
 
 # --- the argument pad ----------------------------------------------------------------------------

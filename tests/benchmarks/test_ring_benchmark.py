@@ -22,6 +22,7 @@ from benchmarks.turns import Turn
 CAUSAL = Case("causal", 1, 64, 8, 4, 16, is_causal=True)
 FULL = Case("full", 2, 64, 8, 4, 16)
 PACKED = Case("packed", 1, 64, 2, 2, 16, is_causal=True, documents=3)
+OTHERS = dataclasses.replace(PACKED, name="others", documents=4)
 
 
 def by_results(calls, *, turns, seconds, clock):
@@ -104,16 +105,17 @@ def test_results_are_checked_printed_and_saved(tmp_path, monkeypatch, capsys, qu
         name: ring_strategies.strategies(PACKED, 2)[name]
         for name in (ring.ALONE, "balanced", "zigzag")
     }
-    monkeypatch.setattr(
-        ring, "strategies", lambda case, n: of_case if case is CAUSAL else of_packed
-    )
-    monkeypatch.setattr(ring, "CASES", ((CAUSAL, (*of_case, "striped")), (PACKED, (*of_packed,))))
-    options = ["--cases", "0", "1", "--strategies", *of_case, *of_packed]
+    of_others = ring_strategies.strategies(OTHERS, 2)
+    makers = {CAUSAL: of_case, PACKED: of_packed, OTHERS: of_others}
+    monkeypatch.setattr(ring, "strategies", lambda case, n: makers[case])
+    names = (*of_case, "striped"), (*of_packed,), (ring.ALONE, "zigzag")
+    monkeypatch.setattr(ring, "CASES", tuple(zip(makers, names, strict=True)))
+    options = ["--cases", "0", "1", "2", "--strategies", *of_case, *of_packed]
     main(["ring", "--turns", "1", *options, "--json", str(tmp_path / "a.json")])
     loaded = Results.load(tmp_path / "a.json")
     assert loaded.devices == 2
-    assert [row.peer for row in loaded.rows] == [*of_case, *of_packed]
-    notes = [""] * 5 + ["wrong: out; not timed", "wrong: dk; not timed"] + [""] * 3
+    assert [row.peer for row in loaded.rows] == [*of_case, *of_packed, ring.ALONE, "zigzag"]
+    notes = [""] * 5 + ["wrong: out; not timed", "wrong: dk; not timed"] + [""] * 5
     assert [row.note for row in loaded.rows] == notes
     for row in loaded.rows:
         assert math.isnan(row.forward) == bool(row.note)
@@ -122,6 +124,9 @@ def test_results_are_checked_printed_and_saved(tmp_path, monkeypatch, capsys, qu
         assert math.isnan(row.error) == is_part
         if not is_part and not row.note:
             assert row.error <= ring.TOLERANCE["bfloat16"]
+    # Documents are arguments of the program.
+    assert programs[-1] is programs[-3]
+    assert len(set(map(id, programs))) == len(programs) - 2
     own, everywhere, _, _, zigzag = loaded.rows[:5]
     assert (own.error, own.forward) == (0, 2 * zigzag.forward)
     assert everywhere.forward == own.forward
@@ -131,8 +136,8 @@ def test_results_are_checked_printed_and_saved(tmp_path, monkeypatch, capsys, qu
     assert len(jax.tree.leaves(programs[0].out_tree.unflatten([0] * 4))) == 4
     printed = capsys.readouterr().out
     assert "2 x cpu" in printed
-    assert printed.count("(100.0%)") == 6
-    assert printed.count("( 50.0%)") == 9
+    assert printed.count("(100.0%)") == 8
+    assert printed.count("( 50.0%)") == 11
     assert "%" not in ring._lines([zigzag])[0]
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_calls import compile_linear
+from register_operands import overwritten_operands
 
 from burst_jax import linear
 from pallas_kernels.linear.backend import Inputs
@@ -28,9 +29,12 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     """Two warpgroups have 255 registers each, with any JAX."""
     del jax_is
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     capfd.readouterr()
     compile_linear(operation, "h100")
-    seen = compiled.ptxas("".join(capfd.readouterr()))
+    printed = "".join(capfd.readouterr())
+    assert not overwritten_operands(printed)
+    seen = compiled.ptxas(printed)
     kernels = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert (seen.stack, seen.spills) == (0, 0)
@@ -48,9 +52,12 @@ def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
     """The gradients' kernel alone spills, once per chunk: it has 8,000 instructions for it."""
     del jax_is
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     capfd.readouterr()
     compile_linear(operation, "h100", channels=True)
-    seen = compiled.ptxas("".join(capfd.readouterr()))
+    printed = "".join(capfd.readouterr())
+    assert not overwritten_operands(printed)
+    seen = compiled.ptxas(printed)
     kernels = "channel_operands", "output", "last", "states", "first_gradient", "channel_gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert seen.stack <= 700

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from compiled_calls import compile_call, compile_grouped
 from local import tokens
+from register_operands import overwritten_operands
 
-from burst_jax import local_attention
+import burst_jax
 from pallas_kernels import Mask, mosaic_sm90
 from pallas_kernels.document_bounds import query_intervals
 from pallas_kernels.mosaic import work_tiles
@@ -49,14 +50,20 @@ def compile_one(
 
 @pytest.fixture
 def report(monkeypatch, capfd):
-    """``report(...)``: what the assembler reports while :func:`compile_one` runs."""
+    """``report(...)``: what the assembler reports while :func:`compile_one` runs.
+
+    No product's operand is overwritten while it is in flight.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
 
     def run(*args, **kwargs):
         capfd.readouterr()
         compile_one(*args, **kwargs)
-        return compiled.ptxas("".join(capfd.readouterr()))
+        printed = "".join(capfd.readouterr())
+        assert not overwritten_operands(printed)
+        return compiled.ptxas(printed)
 
     return run
 
@@ -298,29 +305,39 @@ def test_intervals_write_no_comparison_of_every_key_to_memory(known):
 
 
 @hopper_kernels
-def test_padding_takes_no_copies_of_whole_arrays():
-    """With segment ids as an argument, queries, keys, values and dO go to kernels as they are."""
-    mesh = compiled.gpu_mesh("h100", 1)
-    shape = 1, 2048, 4, 128
+@pytest.mark.parametrize("zone", [None, 0, 512], ids=str)
+def test_padding_takes_no_copies_of_whole_arrays(zone):
+    """With segment ids as an argument, queries, keys, values and dO go to kernels as they are.
 
-    def run(q, k, v, do, ids):
+    ``zone``: that of a balanced layout over two devices; None is one device.
+    """
+    n = 1 if zone is None else 2
+    mesh, shape = compiled.gpu_mesh("h100", n), (1, 2048 * n, 4, 128)
+
+    def run(q, k, v, do, ids, order):
+        options: Any = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), ids)
+        if zone is not None:
+            options |= dict.fromkeys(("query_positions", "key_value_positions"), order)
+            options["layout"] = f"balanced:{zone}"
+
         def attend(q, k, v):
-            return local_attention(
-                q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
-            )
+            return burst_jax.burst_attention(q, k, v, mesh=mesh, is_causal=True, **options)
 
         out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(do)
 
     def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+        sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    arrays = [array(*shape)] * 4
-    program: Any = compiled.compile_for(run, *arrays, array(*shape[:2], dtype=jnp.int32))
+    arrays = *[array(*shape)] * 4, *[array(*shape[:2], dtype=jnp.int32)] * 2
+    program: Any = compiled.compile_for(run, *arrays, has_kernels=False)
     entry = program.as_text().partition("ENTRY")[2]
-    made = re.findall(r"= bf16\[1,2048,4,128\]\S* (\S+)\(", entry)
-    written = [name for name in made if name not in ("parameter", "get-tuple-element")]
-    # The cast of dQ alone.
-    assert written == ["fusion"], made
+    made = re.findall(r"= bf16\[1,2048,4,128\]\S* ((?!parameter|get-tuple-element)\S+\(.*)", entry)
+    casts = [line for line in made if re.search(r"calls=%(fused|wrapped)_convert", line)]
+    # A token, or the zone, of out.
+    in_place = [line for line in made if "calls=%fused_dynamic_update_slice" in line]
+    # Of dQ; what is split has dK and dV in float32, too.
+    assert (len(casts), len(in_place)) == {None: (1, 0), 0: (1, 1), 512: (3, 2)}[zone], made
+    assert len(made) == len(casts) + len(in_place), made
     assert not re.search(r"= \(bf16\[1,2048,4,128\].* fusion\(", entry)

@@ -4,7 +4,7 @@
     python tests/gpu/drawn_rings.py --implementation mosaic_sm90 --next FILE  # as others do
     python tests/gpu/drawn_rings.py --implementation mosaic_sm80 --only 17
 
-Every call is public, under ``jax.jit`` with the library's compiler options, and runs twice: out and
+Every call is public, under ``jax.jit`` with the library's compiler options, and runs often: out and
 lse must have the same bits, gradients too where ``deterministic``. On a GPU newer than Ampere,
 Mosaic GPU compiles the kernels of mosaic_sm80 as it does for an A100.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import itertools
 import json
 import sys
@@ -28,6 +29,7 @@ import numpy as np
 from ampere import compile_as_ampere
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from repeated import run_repeatedly
 from ring_draws import Ring, Tables, draw_ring, draw_tables, order_of
 
 import burst_jax
@@ -178,11 +180,9 @@ def check(ring: Ring) -> float:
     }
     cotangents = arrays.pop("do"), arrays.pop("dlse")
     call: Any = jax.jit(call_of(ring, mesh, layout), compiler_options=burst_jax.compiler_options())
-    got, again = (jax.device_get(call(arrays, cotangents)) for _ in range(2))
+    same = None if ring.options["deterministic"] else ("out", "lse")
+    got = run_repeatedly(functools.partial(call, arrays, cotangents), same)
     del arrays, cotangents
-    for name in got if ring.options["deterministic"] else ("out", "lse"):
-        if not np.array_equal(got[name], again[name]):
-            raise AssertionError(f"{name} differs between two runs")
     call.clear_cache()  # Programs differ, and stay in memory.
     # A query that attends to nothing has its sinks alone.
     empty = {"lse": natural.get("sink_logits", -np.inf)}

@@ -429,13 +429,15 @@ def test_intervals_of_documents(mask, step):
         "repeated": np.repeat([1, 2, 1], [170, 130, 200]),
         # One part has three documents, and one part's second document ends with it.
         "short": np.repeat([1, 2, 3, 4, 5, 6], [70, 20, 130, 36, 100, 144]),
+        # Some of a document's keys are neither first nor last in a chunk of 64 keys.
+        "hidden": np.repeat([-3, 4, -3, 5, 6], [240, 20, 10, 20, 210]),
     }
     ids = np.stack(list(orders.values())).astype(np.int32)
     q_at, kv_at = 100 + step * np.arange(t), 40 + step * np.arange(s)
     q, index = tokens(q_at, ids), np.arange(s)
     run = jax.jit(query_intervals, static_argnums=(0, 3, 4))
     # Also where key positions jump, like in a zigzag layout. Documents that cross it have none.
-    for jump, expected in ((0, [8, 8, 8, 1, 6]), (900, [4, 3, 3, 0, 6])):
+    for jump, expected in ((0, [8, 8, 8, 1, 6, 3]), (900, [4, 3, 3, 0, 6, 3])):
         kv = tokens(kv_at + jump * (index >= 180), ids[:, -s:])
         table = np.asarray(run(mask, q, kv, block, parts))
         assert table.shape == (len(ids), 4, INTERVAL_SIZE * parts)

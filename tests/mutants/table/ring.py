@@ -15,9 +15,12 @@ VJP = "burst_jax/ring/vjp.py"
 MAX_LOGITS = "tests/attention/test_max_logits.py -k bounds"
 
 MUTANTS = [
-    (VJP, "return jnp.where(live, x, jnp.zeros((), x.dtype))", "return x", PADDING),
-    (VJP, "query, kv, _ = _with_zeros(residuals.inputs)", "pass", f"{PADDING} -k themselves"),
-    (VJP, "products = _without_padding(products, segment_ids_here, tokens=2)", "pass", f"{PADDING} -k themselves"),
+    ("burst_jax/ring/padding.py", "return jnp.where(live, x, jnp.zeros((), x.dtype))", "return x", PADDING),
+    (VJP, "query, kv, _ = with_zeros(residuals.inputs)", "pass", f"{PADDING} -k themselves"),
+    ("burst_jax/ring/gathered.py", "        if zeroes_padding:\n", "        if False:\n", f"{PADDING} -k balanced"),
+    ("burst_jax/ring/gathered.py", "return has_ids and implementation", "return implementation", f"{PADDING} -k balanced"),
+    ("burst_jax/ring/padding.py", "q=q, do=do), kv=", "q=q), kv=", f"{PADDING} -k balanced"),
+    (VJP, "products = without_padding(products, segment_ids_here, tokens=2)", "pass", f"{PADDING} -k themselves"),
     (VJP, "sinks, slopes, seeds = jax.tree.map(own, (sinks, slopes, seeds))",
      "sinks, slopes = jax.tree.map(own, (sinks, slopes))", f"{FUNCTIONS} -k 'one_device or global'"),
     (VJP, "indices._replace(head=own(indices.head))", "indices", f"{FUNCTIONS} {FUZZ}"),
