@@ -70,6 +70,7 @@ def test_maps_fit(monkeypatch, capfd, jax_is):
     """Two chains of a map in a CTA, and the composition, which spills once per map."""
     del jax_is
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     monkeypatch.setattr(scan, "num_sms", lambda: 1)
     mesh = compiled.gpu_mesh("h100", 1)
 
@@ -79,7 +80,9 @@ def test_maps_fit(monkeypatch, capfd, jax_is):
     def read(run, *arrays):
         capfd.readouterr()
         compiled.compile_for(run, *arrays)
-        return compiled.ptxas("".join(capfd.readouterr()))
+        printed = "".join(capfd.readouterr())
+        assert not overwritten_operands(printed)
+        return compiled.ptxas(printed)
 
     keys, gates = array(1, 448, 2, 128, dtype=jnp.bfloat16), array(1, 448, 2)
     for decays in (gates, array(1, 448, 2, 128)):
