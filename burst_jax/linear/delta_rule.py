@@ -3,7 +3,8 @@
 Forward: the affine map of each run of tokens, an exchange of maps, the scan from the states that
 arrive. Backward: the gradient of each run's first state from its own tokens, an exchange with M
 transposed, then all gradients. A device alone needs neither map nor exchange, nor do the whole
-documents of a balanced batch. Each run of its split documents is a sequence of its own.
+documents of a balanced batch. Each run of its split documents is a sequence of its own. Runs that
+are too few for a GPU are scanned in parts, which have maps like those of runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_jax.attention.segment_ids import with_padding_zero
 from burst_jax.linear.documents import tokens_of
-from burst_jax.linear.exchange import arriving, arriving_gradients
+from burst_jax.linear.exchange import Kept, arriving, arriving_gradients
 from burst_jax.linear.runs import ALONE, DeviceRuns, DocumentRuns
 from burst_jax.linear.split_documents import Slots, SplitRuns, are_of_others, with_zone
 from burst_jax.linear.split_documents import arriving as arriving_in_documents
@@ -129,9 +130,20 @@ def _scanned(
         compute_capability=target.compute_capability,
         inputs=inputs,
     )
-    inputs = _padded(inputs, implementation.multiple)
-    o, ends = _rule(_Rule(runs, request.scale, implementation), inputs, start, of_split)
-    return o[:, :length], ends
+    inputs, parts = _padded(inputs, implementation.multiple), 1
+    if isinstance(runs, DeviceRuns) and runs.total > 1:
+        parts = implementation.parts(inputs)
+        # Moves no data.
+        inputs = jax.tree.map(lambda x: _by_part(x, parts), inputs)
+        start = pad_axis(start[:, None], 1, parts).reshape(-1, *start.shape[1:])
+    o, ends = _rule(_Rule(runs, request.scale, implementation, parts), inputs, start, of_split)
+    o = o.reshape(-1, o.shape[1] * parts, *o.shape[2:])
+    return o[:, :length], ends.reshape(-1, parts, *ends.shape[1:])[:, -1]
+
+
+def _by_part(x: jax.Array, parts: int) -> jax.Array:
+    """``[B * parts, T / parts, ...]`` of ``[B, T, ...]``."""
+    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 
 def _inputs(runs: DeviceRuns, arrays: Mapping[str, jax.Array], padding_id: int) -> Inputs:
@@ -178,34 +190,45 @@ def _final(runs: DeviceRuns, ends: jax.Array) -> jax.Array:
 
 
 class _Rule(NamedTuple):
-    """What is static in the ``custom_vjp``."""
+    """What is static in the ``custom_vjp``.
+
+    Attributes:
+      runs: of all devices.
+      scale: of q k.
+      implementation: of the passes.
+      parts: of each run; the arrays have one after the other as sequences of the batch.
+    """
 
     runs: DeviceRuns | DocumentRuns
     scale: float
     implementation: Implementation
+    parts: int
 
     def arriving(
         self, rows: jax.Array, of_split: SplitRuns | None, prepared: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """The states that arrive at each of this device's runs, and what is kept of the maps."""
+    ) -> tuple[jax.Array, jax.Array | Kept, Any]:
+        """The states that arrive at each part of this device's runs, and what is kept of M."""
         if isinstance(self.runs, DocumentRuns):
             assert of_split is not None
             states, kept = arriving_in_documents(self.runs, of_split, rows)
             return states.mT, kept, prepared
         name = self.implementation.meanwhile
         deferred = None if name is None else getattr(prepared, name)
-        states, kept, deferred = arriving(self.runs, rows, deferred)
+        compose = self.implementation.compose
+        states, kept, deferred = arriving(self.runs, rows, deferred, self.parts, compose)
         if name is not None:
             prepared = prepared._replace(**{name: deferred})
         return states.mT, kept, prepared
 
     def arriving_gradients(
-        self, kept: jax.Array, own: jax.Array, of_split: SplitRuns | None
+        self, kept: jax.Array | Kept, own: jax.Array, of_split: SplitRuns | None
     ) -> jax.Array:
-        """Those of the runs' last states, from later runs."""
+        """Those of the parts' last states, from later ones."""
         if isinstance(self.runs, DocumentRuns):
             assert of_split is not None
+            assert not isinstance(kept, Kept)
             return gradients_in_documents(self.runs, of_split, kept, own.mT).mT
+        assert isinstance(kept, Kept)
         return arriving_gradients(self.runs, kept, own.mT).mT
 
 
@@ -215,7 +238,7 @@ class _Residuals(NamedTuple):
     Attributes:
       inputs: of the forward pass.
       kept: what the implementation keeps of it.
-      start: the state before each run.
+      start: the state before each part of a run.
       m: what the exchange keeps of the maps' M; None without an exchange.
       of_split: the tables of the runs, of split documents.
     """
@@ -223,7 +246,7 @@ class _Residuals(NamedTuple):
     inputs: Inputs
     kept: Any
     start: jax.Array
-    m: jax.Array | None
+    m: jax.Array | Kept | None
     of_split: SplitRuns | None
 
 
@@ -231,20 +254,20 @@ class _Residuals(NamedTuple):
 def _rule(
     rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The output and the state after each run; ``start`` is added to what arrives at each."""
+    """The output and the state after each part; ``start`` is added to what arrives at each."""
     return _forward(rule, inputs, start, of_split)[0]
 
 
 def _forward(
     rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
 ) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
-    runs, scale, implementation = rule
+    runs, scale, implementation, _ = rule
     m = None
     if isinstance(runs, DocumentRuns) or runs.total > 1:
         prepared, rows = implementation.mapped(inputs, start)
         states, m, prepared = rule.arriving(rows, of_split, prepared)
         start = start + states
-        m, start = (checkpoint_name(x, CHECKPOINT_NAMES[1]) for x in (m, start))
+        m, start = jax.tree.map(lambda x: checkpoint_name(x, CHECKPOINT_NAMES[1]), (m, start))
     else:
         prepared = implementation.prepare(inputs)
     o, last, kept = implementation.forward(inputs, prepared, start, scale)
@@ -256,7 +279,7 @@ def _forward(
 def _backward(
     rule: _Rule, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Inputs, jax.Array, None]:
-    _, scale, implementation = rule
+    _, scale, implementation, _ = rule
     inputs, kept, start, m, of_split = residuals
     do, last = cotangents
     if inputs.tokens is not None:

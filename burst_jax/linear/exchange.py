@@ -14,12 +14,15 @@ Devices exchange maps in one of three ways (:meth:`burst_jax.linear.runs.DeviceR
   sends the states back: two all-to-alls. M remains there for the gradients.
 - "steps": a parallel prefix over the devices, by permutes.
 
+A device may scan each run in parts, all at once. It composes their maps itself, before and after
+the exchange. What is gathered, or received by heads, a kernel may compose in one launch.
+
 Letters: B sequences, N heads, n devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +31,9 @@ import numpy as np
 from jax import lax
 
 from burst_jax.linear.runs import DeviceRuns
+
+# See :attr:`pallas_kernels.linear.backend.Implementation.compose`.
+Compose = Callable[..., jax.Array]
 
 
 class Maps(NamedTuple):
@@ -61,63 +67,153 @@ def _product(state: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.matmul(state, m, precision=lax.Precision.HIGHEST)
 
 
+class Kept(NamedTuple):
+    """What :func:`arriving_gradients` needs of M.
+
+    Attributes:
+      runs: M of this device's runs, or of all runs for its part of the heads: as many numbers.
+        None of two runs, whose states go through no M.
+      parts: M of the parts of each run, ``[B * count, parts, N, H, H]``; None where a run is one
+        part.
+    """
+
+    runs: jax.Array | None
+    parts: jax.Array | None = None
+
+
 def arriving(
-    runs: DeviceRuns, rows: jax.Array, meanwhile: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What arrives at each of this device's runs: all maps before it, applied to zeros in order.
+    runs: DeviceRuns,
+    rows: jax.Array,
+    meanwhile: jax.Array | None = None,
+    parts: int = 1,
+    compose: Compose | None = None,
+) -> tuple[jax.Array, Kept, jax.Array | None]:
+    """What arrives at each part of this device's runs: all maps before it, applied to zeros.
 
     Args:
       runs: of all devices.
-      rows: of the maps of this device's runs, float32 ``[B * count, N, Hv + H, H]``.
+      rows: of the maps of the parts, float32 ``[B * count * parts, N, Hv + H, H]``.
       meanwhile: an array that is computed while maps are sent.
+      parts: of each run.
+      compose: the kernel; None composes in plain JAX.
 
     Returns:
-      The states, transposed, ``[B * count, N, Hv, H]``; what :func:`arriving_gradients` needs of M,
-      as many numbers as this device's M have; and ``meanwhile``.
+      The states, transposed, ``[B * count * parts, N, Hv, H]``; what the gradients need; and
+      ``meanwhile``.
     """
-    own, values = _by_run(runs, rows), rows.shape[2] - rows.shape[3]
-    kept = Maps.of_rows(rows).m
-    match runs.exchange(rows.shape[1]):
-        case "heads":
-            every, meanwhile = _with(_own_heads(runs, own), meanwhile)
-            every = Maps.of_rows(_in_order(runs, every))
-            kept, found = every.m, _all_heads(runs, _states_in_blocks(every))
-        case "gather":
-            # With two runs nothing goes through M.
-            sent = own if runs.total > 2 else own[..., :values, :]
-            every, meanwhile = _with(lax.all_gather(sent, runs.axes), meanwhile)
-            maps = Maps.of_rows(every) if runs.total > 2 else Maps(every, every)
-            found = _here(runs, _states_before(runs, maps))
-        case _:
-            found = _by_steps(runs, Maps.of_rows(own), False)
-    return _merged(found), kept, meanwhile
+    if parts == 1:
+        states, m, meanwhile = _arriving_at_runs(runs, Maps.of_rows(rows), meanwhile, compose)
+        return states, Kept(m), meanwhile
+    rows = rows.reshape(-1, parts, *rows.shape[1:])
+    maps = [Maps.of_rows(rows[:, i]) for i in range(parts)]
+    *before, whole = _composed(maps)
+    if compose is not None:
+        whole = whole._replace(u=_whole(compose, rows))
+    states, m, meanwhile = _arriving_at_runs(runs, whole, meanwhile, compose)
+    if compose is not None:
+        found = _at_parts(compose, rows, states)
+    else:
+        found = _merged(jnp.stack([states, *(each(states) for each in before)], 1))
+    return found, Kept(m, Maps.of_rows(rows).m), meanwhile
 
 
-def arriving_gradients(runs: DeviceRuns, kept: jax.Array, own: jax.Array) -> jax.Array:
-    """The same of gradients of states, from the last run to the first.
+def arriving_gradients(runs: DeviceRuns, kept: Kept, own: jax.Array) -> jax.Array:
+    """The same of gradients of states, from the last part to the first.
 
     Args:
       runs: of all devices.
       kept: from :func:`arriving`.
-      own: the gradient of each run's first state from its own tokens, transposed, float32
-        ``[B * count, N, Hv, H]``.
+      own: the gradient of each part's first state from its own tokens, transposed, float32
+        ``[B * count * parts, N, Hv, H]``.
 
     Returns:
-      The gradients of the runs' last states from later runs, transposed, the same shape.
+      The gradients of the parts' last states from later ones, transposed, the same shape.
     """
+    if kept.parts is None:
+        return _gradients_at_runs(runs, kept.runs, own)
+    parts = kept.parts.shape[1]
+    own = own.reshape(-1, parts, *own.shape[1:])
+    maps = [Maps(kept.parts[:, i].mT, own[:, i]) for i in range(parts)]
+    *after, whole = _composed(maps[::-1])
+    gradients = _gradients_at_runs(runs, kept.runs, whole.u)
+    found = [gradients, *(each(gradients) for each in after)]
+    return _merged(jnp.stack(found[::-1], 1))
+
+
+def _whole(compose: Compose, rows: jax.Array) -> jax.Array:
+    """The state after all parts of each run, from zeros."""
+    order = np.zeros((rows.shape[1] + 1, 4), np.int32)  # The last one is the state after them.
+    order[:-1] = _parts(rows.shape[1]) * [1, 1, 0, 0] - [0, 0, 1, 1]
+    return compose(rows[None], order, (1, 1))[0, :, 0]
+
+
+def _at_parts(compose: Compose, rows: jax.Array, states: jax.Array) -> jax.Array:
+    """The states that arrive at all parts, from those that arrive at the runs."""
+    (found,) = compose(rows[None], _parts(rows.shape[1]), (1, rows.shape[1]), states)
+    return _merged(found)
+
+
+def _parts(count: int) -> np.ndarray:
+    """A kernel's ``order`` of the parts of a run."""
+    index = np.arange(count, dtype=np.int32)
+    return np.stack([0 * index, index] * 2, 1)
+
+
+def _composed(maps: Sequence[Maps]) -> list[Maps]:
+    """Of maps that are applied one after the other, the first one, the first two, and so on."""
+    composed = [maps[0]]
+    for each in maps[1:]:
+        composed.append(each.after(composed[-1]))
+    return composed
+
+
+def _arriving_at_runs(
+    runs: DeviceRuns, maps: Maps, meanwhile: jax.Array | None, compose: Compose | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The states that arrive at this device's runs, M for the gradients, and ``meanwhile``."""
+    if runs.total == 2:  # Nothing goes through M.
+        every, meanwhile = _with(lax.all_gather(_by_run(runs, maps.u), runs.axes), meanwhile)
+        found = _here(runs, _states_before(runs, Maps(every, every)))
+        return _merged(found), None, meanwhile
+    exchange = runs.exchange(maps.u.shape[1])
+    if exchange == "steps":
+        found = _by_steps(runs, Maps(*(_by_run(runs, x) for x in maps)), False)
+        return _merged(found), maps.m, meanwhile
+    own = _by_run(runs, jnp.concatenate([maps.u, maps.m], 2))
+    if exchange == "heads":
+        every, meanwhile = _with(_own_heads(runs, own), meanwhile)
+        in_order = Maps.of_rows(_in_order(runs, every))
+        if compose is None:
+            found = _all_heads(runs, _states_in_blocks(in_order))
+        else:
+            states = compose(every, _all_places(runs), (runs.size, runs.count))
+            found = _to_devices(runs, states)
+        return _merged(found), in_order.m, meanwhile
+    every, meanwhile = _with(lax.all_gather(own, runs.axes), meanwhile)
+    if compose is None:
+        found = _here(runs, _states_before(runs, Maps.of_rows(every)))
+    else:
+        (found,) = compose(every, _own_places(runs), (1, runs.count))
+    return _merged(found), maps.m, meanwhile
+
+
+def _gradients_at_runs(runs: DeviceRuns, kept: jax.Array | None, own: jax.Array) -> jax.Array:
+    """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
+    if runs.total == 2:  # As forward.
+        every = lax.all_gather(gradients, runs.axes)
+        found = _states_before(runs, Maps(every, every), reverse=True)
+        return _merged(_here(runs, found))
+    assert kept is not None
     if exchange == "heads":
         every = Maps(kept.mT, _in_order(runs, _own_heads(runs, gradients)))
         return _merged(_all_heads(runs, _states_in_blocks(every, reverse=True)))
     m = _by_run(runs, kept)
     if exchange == "steps":
         return _merged(_by_steps(runs, Maps(m.mT, gradients), True))
-    if runs.total > 2:
-        m, gradients = lax.all_gather((m, gradients), runs.axes)
-        every = Maps(m.mT, gradients)
-    else:
-        every = Maps(*[lax.all_gather(gradients, runs.axes)] * 2)
-    return _merged(_here(runs, _states_before(runs, every, reverse=True)))
+    m, gradients = lax.all_gather((m, gradients), runs.axes)
+    found = _states_before(runs, Maps(m.mT, gradients), reverse=True)
+    return _merged(_here(runs, found))
 
 
 def _with(received: jax.Array, meanwhile: jax.Array | None) -> tuple[Any, Any]:
@@ -153,8 +249,13 @@ def _in_order(runs: DeviceRuns, x: jax.Array) -> jax.Array:
 
 def _all_heads(runs: DeviceRuns, states: jax.Array) -> jax.Array:
     """``[B, count, N, ...]`` of this device's runs, from ``[total, B, N / n, ...]``."""
-    by_device = jnp.stack([jnp.stack([states[i] for i in row], 1) for row in runs.order])
-    found = jnp.moveaxis(lax.all_to_all(by_device, runs.axes, 0, 0), 0, 2)
+    by_device = [jnp.stack([states[i] for i in row], 1) for row in runs.order]
+    return _to_devices(runs, jnp.stack(by_device))
+
+
+def _to_devices(runs: DeviceRuns, states: jax.Array) -> jax.Array:
+    """``[B, count, N, ...]`` of this device's runs, from ``[n, B, count, N / n, ...]`` of all."""
+    found = jnp.moveaxis(lax.all_to_all(states, runs.axes, 0, 0), 0, 2)
     return found.reshape(*found.shape[:2], -1, *found.shape[4:])
 
 
@@ -168,14 +269,10 @@ def _states_in_blocks(every: Maps, *, reverse: bool = False) -> jax.Array:
     size = min((i for i in range(1, total + 1) if total % i == 0), key=lambda i: i + total // i)
     blocks = Maps(*(x.reshape(-1, size, *x.shape[1:]) for x in every))
     turn = slice(None, None, -1 if reverse else 1)
-    whole, *others = [Maps(*(x[:, i] for x in blocks)) for i in range(size)[turn]]
-    composed = [whole]
-    for each in others:
-        whole = each.after(whole)
-        composed.append(whole)
+    *before, whole = _composed([Maps(*(x[:, i] for x in blocks)) for i in range(size)[turn]])
     of_blocks = [Maps(*(x[i] for x in whole)) for i in range(total // size)[turn]]
     start = jnp.stack(_before_each(of_blocks)[turn])
-    found = [start, *(each(start) for each in composed[:-1])]
+    found = [start, *(each(start) for each in before)]
     return jnp.stack(found[turn], 1).reshape(every.u.shape)
 
 
@@ -188,6 +285,21 @@ def _places(runs: DeviceRuns) -> list[tuple[int, int]]:
     """Device and index on it of each run of a sequence, in order."""
     places = {i: (d, c) for d, row in enumerate(runs.order) for c, i in enumerate(row)}
     return [places[i] for i in range(runs.total)]
+
+
+def _all_places(runs: DeviceRuns) -> np.ndarray:
+    """Of a kernel that composes maps, its ``order`` for the states of all devices' runs."""
+    return np.tile(np.array(_places(runs), np.int32), 2)
+
+
+def _own_places(runs: DeviceRuns) -> jax.Array:
+    """The same for this device's runs alone."""
+    every = _all_places(runs)
+    of_devices = [
+        np.where(every[:, 2:3] == device, every * [1, 1, 0, 1], every * [1, 1, 0, 0] - [0, 0, 1, 1])
+        for device in range(runs.size)
+    ]
+    return jnp.asarray(np.stack(of_devices).astype(np.int32))[runs.device()]
 
 
 def _states_before(runs: DeviceRuns, every: Maps, *, reverse: bool = False) -> list[jax.Array]:

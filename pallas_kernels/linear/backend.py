@@ -56,6 +56,12 @@ def _all_inputs(inputs: Inputs) -> None:
     del inputs
 
 
+def _whole(inputs: Inputs) -> int:
+    """For implementations that gain nothing from sequences in parts."""
+    del inputs
+    return 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """An implementation. Hashable, so that it can be part of a jit cache key.
@@ -78,6 +84,11 @@ class Implementation:
         those of o and of the last state. The first of them is zero in padding.
       backward: ``(inputs, prepared, start, do, last, scale)``: all :class:`Gradients`.
       multiple: lengths must be multiples of it.
+      parts: ``inputs -> parts``, for devices that exchange maps: in how many parts of equal length
+        each sequence is scanned faster, with a map of each.
+      compose: ``(rows, order, wanted, start) -> states``, what arrives at runs from the maps of
+        all of them (:func:`pallas_kernels.linear.sm90.composition.composed`); None
+        without such a kernel.
       meanwhile: a field of ``prepared`` that is computed while maps are sent, if it has an array;
         None without such a field.
       unsupported: ``inputs -> reason``: why it does not support these shapes and dtypes, or None
@@ -93,6 +104,8 @@ class Implementation:
     first_gradient: Callable[..., jax.Array]
     backward: Callable[..., Gradients]
     multiple: int = 1
+    parts: Callable[[Inputs], int] = _whole
+    compose: Callable[..., jax.Array] | None = None
     meanwhile: str | None = None
     unsupported: Callable[[Inputs], str | None] = _all_inputs
     unavailable: Callable[[str, float | None], str | None] = _anywhere

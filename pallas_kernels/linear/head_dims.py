@@ -67,9 +67,22 @@ def with_head_dims(kernels: Implementation) -> Implementation:
         made = kernels.backward(heads.padded(inputs), prepared, *states, scale)
         return heads.merged_gradients(made)
 
+    def parts(inputs: Inputs) -> int:
+        return kernels.parts(_Heads.of(inputs).padded(inputs))
+
+    def compose(
+        rows: jax.Array, order: Any, wanted: tuple[int, int], start: jax.Array | None = None
+    ) -> jax.Array:
+        assert kernels.compose is not None
+        heads = _Heads(rows.shape[-1], rows.shape[-2] - rows.shape[-1])
+        start = None if start is None else heads.split_columns(start)
+        found = kernels.compose(heads.split_rows(rows), order, wanted, start)
+        return heads.merged_columns(found)
+
     return dataclasses.replace(
         kernels, prepare=prepare, forward=forward, mapped=mapped, restore=restore,
-        first_gradient=first_gradient, backward=backward,
+        first_gradient=first_gradient, backward=backward, parts=parts,
+        compose=None if kernels.compose is None else compose,
     )  # fmt: skip
 
 
@@ -126,6 +139,25 @@ class _Heads(NamedTuple):
             x = self._by_part(x)
             x = jnp.moveaxis(x, 2, -2).reshape(*x.shape[:2], HEAD_DIM, -1)
         return x[..., : self.keys, : self.values]
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """The maps' rows ``[..., N parts, 128 + 128, 128]`` of those that devices exchange."""
+        if (self.keys, self.values) == (HEAD_DIM, HEAD_DIM):
+            return x
+        u, m = jnp.split(x, [self.values], axis=-2)
+        m = pad_axis(pad_axis(m, -1, HEAD_DIM), -2, HEAD_DIM)
+        return jnp.concatenate([self.split_columns(u), jnp.repeat(m, self.parts, -3)], axis=-2)
+
+    def split_columns(self, x: jax.Array) -> jax.Array:
+        """``[..., N parts, 128, 128]`` of transposed states ``[..., N, Hv, H]``."""
+        x = pad_axis(pad_axis(x, -1, HEAD_DIM), -2, self.parts * HEAD_DIM)
+        return x.reshape(*x.shape[:-3], -1, HEAD_DIM, HEAD_DIM) if self.parts > 1 else x
+
+    def merged_columns(self, x: jax.Array) -> jax.Array:
+        """Undoes :meth:`split_columns`."""
+        if self.parts > 1:
+            x = x.reshape(*x.shape[:-3], -1, self.parts * HEAD_DIM, HEAD_DIM)
+        return x[..., : self.values, : self.keys]
 
     def merged_rows(self, x: jax.Array) -> jax.Array:
         """``[B, N, Hv + H, H]`` of the maps' rows ``[B, N parts, 128 + 128, 128]``.

@@ -55,7 +55,8 @@ def launch[Results](
         argument.
       name: kernel name in profiles.
       semantics: whether the kernel's operations are a warpgroup's or, for mma.sync, a thread's.
-      grid: number of CTAs, or of clusters, by axis name.
+      grid: number of CTAs, or of clusters, by axis name. Those that follow each other in the last
+        axis start next to each other.
       warpgroups: warpgroups per CTA.
       cluster: CTAs per thread-block cluster.
       inputs: pytree of arrays to read.

@@ -14,7 +14,9 @@ from compiled_calls import compile_linear
 from register_operands import overwritten_operands
 
 from burst_jax import linear
-from pallas_kernels.linear.sm90 import operation
+from pallas_kernels.linear.backend import Inputs
+from pallas_kernels.linear.sm90 import operation, scan
+from pallas_kernels.mosaic.sm90.configs import moves_registers
 
 pytestmark = pytest.mark.cuda_compiler
 HEADS, KEY_HEADS = 4, 2
@@ -61,6 +63,40 @@ def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
     assert seen.stack <= 700
 
 
+@pytest.mark.parametrize(
+    "jax_is", [pytest.param("oldest", marks=pytest.mark.hopper_kernels), "newest"]
+)
+def test_maps_fit(monkeypatch, capfd, jax_is):
+    """Two chains of a map in a CTA, and the composition, which spills once per map."""
+    del jax_is
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+    monkeypatch.setattr(scan, "num_sms", lambda: 1)
+    mesh = compiled.gpu_mesh("h100", 1)
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def read(run, *arrays):
+        capfd.readouterr()
+        compiled.compile_for(run, *arrays)
+        printed = "".join(capfd.readouterr())
+        assert not overwritten_operands(printed)
+        return compiled.ptxas(printed)
+
+    keys, gates = array(1, 448, 2, 128, dtype=jnp.bfloat16), array(1, 448, 2)
+    for decays in (gates, array(1, 448, 2, 128)):
+        inputs, start = Inputs(keys, keys, keys, decays, gates), array(1, 2, 128, 128)
+        seen = read(lambda inputs, start: operation.mapped(inputs, start)[1], inputs, start)
+        assert "gated_delta_rule_last" in seen.kernels
+        assert seen.stack <= (0 if moves_registers() else 16)
+        assert not seen.serialized
+    every, order = array(2, 1, 2, 2, 256, 128), array(4, 4, dtype=jnp.int32)
+    seen = read(lambda x, order: operation.compose(x, order, (1, 2)), every, order)
+    assert seen.kernels == {"gated_delta_rule_composition"}
+    assert seen.stack <= 140
+
+
 def linear_ring(layout, mesh):
     """Forward and backward over the mesh; the cotangent is the output."""
 
@@ -72,17 +108,20 @@ def linear_ring(layout, mesh):
 
 
 @pytest.mark.parametrize(
-    ("n", "layout", "heads", "dims", "launches"),
+    ("n", "layout", "heads", "tokens", "dims", "launches"),
     [
-        (8, "zigzag", 8, (128, 128), 51),
-        pytest.param(8, "contiguous", 4, (128, 128), 42, marks=pytest.mark.slow),
-        pytest.param(2, "zigzag", 4, (128, 128), 25, marks=pytest.mark.slow),
-        pytest.param(2, "zigzag", 4, (96, 192), 31, marks=pytest.mark.slow),
+        (8, "zigzag", 8, 256, (128, 128), 33),
+        pytest.param(8, "contiguous", 4, 256, (128, 128), 30, marks=pytest.mark.slow),
+        pytest.param(2, "zigzag", 4, 256, (128, 128), 20, marks=pytest.mark.slow),
+        # In two parts, which the device composes: what is sent does not grow.
+        pytest.param(8, "contiguous", 4, 16384, (128, 128), 40, marks=pytest.mark.slow),
+        pytest.param(2, "zigzag", 4, 256, (96, 192), 31, marks=pytest.mark.slow),
+        pytest.param(8, "contiguous", 4, 16384, (96, 192), 60, marks=pytest.mark.slow),
     ],
 )
-def test_devices_exchange_their_maps_alone(n, layout, heads, dims, launches):
+def test_devices_exchange_their_maps_alone(n, layout, heads, tokens, dims, launches):
     """M and U or states, float32, in few launches; no token is sent, none is gathered."""
-    tokens, mesh = 256, compiled.gpu_mesh("h100", n)
+    mesh = compiled.gpu_mesh("h100", n)
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         sharding = jax.NamedSharding(mesh, jax.P(None, "seq"))

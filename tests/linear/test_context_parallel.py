@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,6 +18,8 @@ from meshes import mesh_of
 
 from burst_jax import linear
 from burst_jax.linear import runs
+from pallas_kernels.linear import choice
+from pallas_kernels.linear.xla import XLA
 
 # Divisible by twice 1, 2, 3, 5, 7 and 8; runs of 105 to 1,680 tokens.
 LENGTH = 1680
@@ -99,6 +102,18 @@ def test_log_steps(n, layout):
 
 def test_a_decay_per_channel():
     assert_as_exact_as_alone("decay per channel", 3, "zigzag")
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "parts"), [(2, "contiguous", 2), pytest.param(3, "zigzag", 4, marks=SLOW)]
+)
+def test_runs_in_parts(monkeypatch, n, layout, parts):
+    """As kernels of few heads scan them; documents and the initial state lead through the parts."""
+    in_parts = dataclasses.replace(XLA, parts=lambda inputs: parts)
+    monkeypatch.setattr(choice, "XLA", in_parts)
+    case, want = case_of("documents", 240), truth_of("documents", 240)
+    for name, result in calls.results(calls.on_mesh(n, layout), case, n, layout).items():
+        assert linear_cases.error(result, want[name]) < 3e-5, name
 
 
 def drawn(seed):

@@ -40,7 +40,19 @@ def of_128_alone(function):
     return run
 
 
+def compose(rows, order, wanted, start=None):
+    """Composes maps of heads of 128 alone."""
+    assert rows.shape[-2:] == (256, 128)
+    return calls.compose(rows, order, wanted, start)
+
+
+def parts(inputs):
+    """Two, which leaves devices runs of whole numbers of tokens."""
+    return 2 - inputs.v.shape[1] % 2
+
+
 _of_128: Any = {name: of_128_alone(getattr(XLA, name)) for name in PASSES}
+_of_128 |= {"parts": of_128_alone(parts), "compose": compose}
 KERNELS = with_head_dims(dataclasses.replace(XLA, **_of_128))
 
 

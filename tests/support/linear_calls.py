@@ -79,3 +79,16 @@ def with_nan(case):
     for x in arrays.values():
         x[~case.valid] = np.nan
     return case._replace(**arrays)
+
+
+def compose(rows, order, wanted, start=None):
+    """What a kernel computes that composes maps: ``compose`` of an implementation."""
+    values = rows.shape[-2] - rows.shape[-1]
+    state = jnp.zeros_like(rows[0, :, 0, :, :values]) if start is None else start
+    found = jnp.full((wanted[0], rows.shape[1], wanted[1], *state.shape[1:]), jnp.nan)
+    for device, column, *target in jnp.asarray(order):
+        put = found.at[target[0], :, target[1]].set(state)
+        found = jnp.where(target[0] < 0, found, put)
+        of_run = rows[device, :, column]
+        state = state @ of_run[..., values:, :] + of_run[..., :values, :]
+    return found

@@ -170,7 +170,7 @@ def _gradients(given: _Inputs, scale: float) -> _Results:
         kernel,
         "gated_delta_rule_channel_gradients",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"chunk": chunks, "head": heads, "batch": batch},
+        grid={"batch": batch, "chunk": chunks, "head": heads},
         warpgroups=HALVES,
         inputs=given,
         results=_Results(by_token, by_token, log_decay, updates),

@@ -153,7 +153,7 @@ def channel_operands(
         kernel,
         "gated_delta_rule_channel_operands",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"chunk": chunks, "head": heads, "batch": batch},
+        grid={"batch": batch, "chunk": chunks, "head": heads},
         warpgroups=1,
         inputs=_Inputs(q, k, log_decay, vectors),
         results=ChannelOperands(rows, rows, rows, through, square, square),

@@ -150,7 +150,7 @@ def gradients(given: GradientInputs, scale: float) -> GradientResults:
         kernel,
         "gated_delta_rule_gradients",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"pair": pairs_of(chunks), "head": heads, "batch": batch},
+        grid={"batch": batch, "pair": pairs_of(chunks), "head": heads},
         warpgroups=2,
         cluster=2,
         inputs=given,

@@ -133,7 +133,7 @@ def inverses(
         kernel,
         "gated_delta_rule_inverses",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"chunk": chunks, "head": heads, "batch": batch},
+        grid={"batch": batch, "chunk": chunks, "head": heads},
         warpgroups=1,
         inputs=_Inputs(k, vectors, first),
         results=x if later is None else later,

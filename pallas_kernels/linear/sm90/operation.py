@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import needs_gpu
+from pallas_kernels.device import num_sms
 from pallas_kernels.linear.backend import Gradients, Implementation, Inputs
 from pallas_kernels.linear.chunks import CHUNK, chunk_vectors, reaching
 from pallas_kernels.linear.families import (
@@ -24,14 +25,19 @@ from pallas_kernels.linear.families import (
     zeros_in_padding,
 )
 from pallas_kernels.linear.head_dims import with_head_dims
-from pallas_kernels.linear.kernel_parts import Form, Mode
+from pallas_kernels.linear.kernel_parts import PARTS, Form, Mode
 from pallas_kernels.linear.sm90 import channel_gradients, inverses
 from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel_operands
+from pallas_kernels.linear.sm90.composition import composed
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
+
+# The most parts of a sequence, and the fewest chunks of a part.
+MOST_PARTS = 4
+LEAST_PART, LEAST_CHANNEL_PART = 128, 64
 
 
 def form_of(inputs: Inputs) -> Form:
@@ -102,7 +108,7 @@ def restore(inputs: Inputs, kept: Prepared | None) -> Prepared:
 def affine(inputs: Inputs, prepared: Prepared, start: jax.Array) -> jax.Array:
     """The rows of the map, those of the last state and of M, transposed; no bytes are moved."""
     vectors, x, channels = prepared
-    first, _ = _reaching(vectors)
+    first, _ = _reaching(inputs, vectors)
     if channels is None and x is None:
         prepared = prepared._replace(x=inverses.inverses(inputs.k, vectors, first))
     given = _scan_inputs(inputs, prepared, with_identity(start), Mode.LAST)._replace(first=first)
@@ -121,7 +127,7 @@ def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
         prepared = prepare(inputs)
         return prepared, affine(inputs, prepared, start)
     vectors = chunk_vectors(inputs.log_decay, inputs.beta, inputs.tokens)
-    first, _ = _reaching(vectors)
+    first, _ = _reaching(inputs, vectors)
     x = inverses.inverses(inputs.k, vectors, first)
     rows = affine(inputs, Prepared(vectors, x), start)
     # The map's scan has read X before it changes: XLA would copy it.
@@ -129,11 +135,28 @@ def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
     return Prepared(vectors, inverses.inverses(inputs.k, vectors, first, x)), rows
 
 
+def parts(inputs: Inputs) -> int:
+    """Two or four where the scans of whole sequences would leave most SMs without one.
+
+    A map is needed anyway, so that parts cost its composition alone. Where that takes as long as
+    they gain, a sequence is one part.
+    """
+    batch, length, heads, _ = inputs.v.shape
+    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
+    least, found = LEAST_CHANNEL_PART if has_channels else LEAST_PART, 1
+    ctas, chunks = batch * heads * PARTS, length // CHUNK
+    while found < MOST_PARTS and 2 * found * ctas <= num_sms():
+        if chunks % (2 * found) or chunks // (2 * found) < least:
+            break
+        found *= 2
+    return found
+
+
 def first_state_gradient(
     inputs: Inputs, prepared: Prepared, do: jax.Array, last: jax.Array, scale: float
 ) -> jax.Array:
     """The gradient of the first state alone."""
-    _, end = _reaching(prepared.vectors)
+    _, end = _reaching(inputs, prepared.vectors)
     given = _reverse_inputs(inputs, prepared, do, last)._replace(end=end)
     return transposed(first_gradient(given, scale))
 
@@ -172,6 +195,20 @@ def backward_inputs(
     return given, _reverse_inputs(inputs, prepared, do, last)
 
 
+def compose(
+    rows: jax.Array,
+    order: jax.typing.ArrayLike,
+    wanted: tuple[int, int],
+    start: jax.Array | None = None,
+) -> jax.Array:
+    """:func:`pallas_kernels.linear.sm90.composition.composed`, on any devices' arrays."""
+
+    def run(rows: jax.Array, order: jax.Array, start: jax.Array | None) -> jax.Array:
+        return composed(rows, order, wanted, start)
+
+    return unmarked(run)(rows, jnp.asarray(order), start)
+
+
 def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mode) -> ScanInputs:
     vectors, x, channels = prepared
     outputs = mode is Mode.OUTPUT
@@ -185,9 +222,14 @@ def _scan_inputs(inputs: Inputs, prepared: Prepared, start: jax.Array, mode: Mod
     )  # fmt: skip
 
 
-def _reaching(vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """:func:`reaching`, or None for all chunks where scans of a computed number are not shorter."""
-    if vectors.shape[2] <= LEAST_STEPS:
+def _reaching(inputs: Inputs, vectors: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """:func:`reaching`, or None for all chunks where scans of a computed number are not shorter.
+
+    With a decay per key channel only documents end a state: chunks mix the channels, so that a
+    state decays by no more than the slowest one of each token does.
+    """
+    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
+    if vectors.shape[2] <= LEAST_STEPS or (has_channels and inputs.tokens is None):
         return None, None
     return reaching(vectors, LEAST_STEPS)
 
@@ -221,6 +263,8 @@ MOSAIC_SM90 = with_head_dims(
         first_gradient=unmarked(first_state_gradient),
         backward=unmarked(backward),
         multiple=CHUNK,
+        parts=parts,
+        compose=compose,
         meanwhile="x",
         unsupported=unsupported,
         unavailable=_unavailable,

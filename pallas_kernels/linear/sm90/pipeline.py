@@ -144,11 +144,17 @@ def copy_to_cluster(source: Any, target: Any, barrier: Any) -> None:
     plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
 
 
-def stages_barrier(stages: int = STAGES) -> Any:
-    """Description of the barriers at which stages become free, in all CTAs of the cluster."""
+def stages_barrier(stages: int = STAGES, chains: int = 1) -> Any:
+    """Description of the barriers at which stages become free, in all CTAs of the cluster.
+
+    Args:
+      stages: chunks in shared memory.
+      chains: of a CTA; each of them arrives.
+    """
     if CLUSTER == 1:
-        return plgpu.Barrier(num_arrivals=1, num_barriers=stages)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER_AXIS,), num_barriers=stages)
+        return plgpu.Barrier(num_arrivals=chains, num_barriers=stages)
+    axes = (CLUSTER_AXIS,)
+    return plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=chains, num_barriers=stages)
 
 
 def free_stage(barrier: Any) -> None:

@@ -1,11 +1,12 @@
 """The scan over the chunks of a sequence.
 
-A CTA has 64 of a head's value columns. The state is kept transposed, ``[64 columns, 128 keys]``,
-as the accumulator of one warpgroup, and the left operands of all products, S, R and U, are its
-registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``, ``S^T' = through S^T +
-(out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a step waits for goes
-through shared memory. The products of O run while R and the next S are rounded. The other
-warpgroup is the producer: it copies, and computes P if it is not an input.
+A chain, one warpgroup, has 64 of a head's value columns. A CTA has one chain, or two where the SMs
+are too few for all chains: one computes while the other one waits. The state is kept transposed,
+``[64 columns, 128 keys]``, as the accumulator of its warpgroup, and the left operands of all
+products, S, R and U, are its registers: ``R^T = V^T - into (S^T K^T)``, ``U^T = R^T (X beta)^T``,
+``S^T' = through S^T + (out U)^T K`` and ``O^T = scale into (S^T Q^T) + U^T P^T``. Nothing that a
+step waits for goes through shared memory. The products of O run while R and the next S are rounded.
+The last warpgroup is the producer: it copies, and computes P if it is not an input.
 
 The letters are those of :mod:`pallas_kernels.linear.xla`: S is the state before a chunk and S' the
 state after it, R the values less what S predicts, U the updates, ``X = (I + A)^-1``. The decays
@@ -25,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import num_sms
 from pallas_kernels.linear.chunks import BETA, CHUNK, HEAD_DIM, INTO, OUT
 from pallas_kernels.linear.kernel_parts import PARTS, Mode, Place
 from pallas_kernels.linear.sm90.chunk_operands import (
@@ -38,7 +40,6 @@ from pallas_kernels.linear.sm90.pipeline import (
     CLUSTER,
     SLOTS,
     STAGES,
-    WARPGROUPS,
     Result,
     Scores,
     copy_to_cluster,
@@ -50,7 +51,7 @@ from pallas_kernels.linear.sm90.pipeline import (
 )
 from pallas_kernels.mosaic.fragments import i32, proxy_fence
 from pallas_kernels.mosaic.launch import WARPGROUP_AXIS, launch
-from pallas_kernels.mosaic.sm90.instructions import TILE
+from pallas_kernels.mosaic.sm90.instructions import TILE, specialize_warpgroups
 
 # Vectors that scans read: INTO to START.
 SCANNED = BETA
@@ -98,8 +99,8 @@ class ScanMemory(NamedTuple):
     Attributes:
       q: ``[stages, 64, 128]``.
       k: the same.
-      v: ``[stages, 64, 64]``.
-      x: the same.
+      v: ``[stages * chains, 64, 64]``.
+      x: ``[stages, 64, 64]``.
       vectors: ``[stages, 256]``; None with a decay per key channel.
       arrived: by stage.
       free: by stage.
@@ -134,13 +135,16 @@ class ScanMemory(NamedTuple):
     through: Any = None
 
     @classmethod
-    def of(cls, mode: Mode, *, scores: bool = True, channels: bool = False) -> ScanMemory:
+    def of(
+        cls, mode: Mode, *, scores: bool = True, channels: bool = False, chains: int = 1
+    ) -> ScanMemory:
         """Descriptions.
 
         Args:
           mode: what is computed.
           scores: whether P is computed for outputs, and not copied.
           channels: whether there is a decay per key channel.
+          chains: of a CTA.
         """
         outputs, slots = mode is Mode.OUTPUT, {}
         if outputs:
@@ -156,13 +160,14 @@ class ScanMemory(NamedTuple):
         return cls(
             q=matrix(STAGES, CHUNK, HEAD_DIM) if outputs else None,
             k=matrix(STAGES, CHUNK, HEAD_DIM),
-            v=matrix(STAGES, CHUNK, CHUNK),
+            v=matrix(STAGES * chains, CHUNK, CHUNK),
             x=matrix(STAGES, CHUNK, CHUNK),
             vectors=None if channels else numbers(STAGES, SCANNED),
             arrived=plgpu.Barrier(
-                num_arrivals=4 + channels + outputs + (outputs and not scores), num_barriers=STAGES
+                num_arrivals=3 + chains + channels + outputs + (outputs and not scores),
+                num_barriers=STAGES,
             ),
-            free=stages_barrier(),
+            free=stages_barrier(STAGES, chains),
             **slots,
         )
 
@@ -170,6 +175,11 @@ class ScanMemory(NamedTuple):
     def stages(self) -> int:
         """Chunks in shared memory."""
         return self.k.shape[0]
+
+    @property
+    def chains(self) -> int:
+        """Chains of a CTA."""
+        return self.v.shape[0] // self.stages
 
     def scaled_state(self, stage: Any, state: jax.Array) -> jax.Array:
         """``through S``, transposed."""
@@ -225,7 +235,7 @@ def scan_cta(
     Args:
       mode: what is computed.
       scale: of q k.
-      place: the CTA's part.
+      place: the CTA's part, in the order of the CTAs.
       given: global memory.
       columns: o or U ``[B, T, N, 128]``, or None.
       states: the states before all pairs of chunks, or None.
@@ -237,6 +247,7 @@ def scan_cta(
     _, _, all_chunks, _ = given.sizes
     first = 0 if given.first is None else given.first[b, h]
     chunks, channels = all_chunks - first, given.through is not None
+    chains, warpgroup = memory.chains, lax.axis_index(WARPGROUP_AXIS)
 
     def tokens(step):
         return pl.ds((first + step) * CHUNK, CHUNK)
@@ -254,8 +265,13 @@ def scan_cta(
             plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
         if mode is Mode.OUTPUT:
             copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
-        values = given.v.at[b, at, h, place.values]
-        plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        if chains == 1:
+            values = given.v.at[b, at, h, place.values]
+            plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+        else:  # The columns of all values, of which the chains of M have no use.
+            for i in range(PARTS):
+                values = given.v.at[b, at, h, pl.ds(i * CHUNK, CHUNK)]
+                copy_to_cluster(values, memory.v.at[stage * PARTS + i], arrived)
         if wait is not None:
             wait(step)
         copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
@@ -289,20 +305,24 @@ def scan_cta(
         )
 
     def chain():
-        state = plgpu.load(given.start.at[b, h, place.columns], layout=TILE, optimized=False)
-        step = _step(mode, scale, place, memory, results, scores)
+        own = place if chains == 1 else place._replace(part=place.part * chains + warpgroup)
+        state = plgpu.load(given.start.at[b, h, own.columns], layout=TILE, optimized=False)
+        step = _step(mode, scale, own, memory, results, scores)
         if mode is Mode.STATES and not channels:
             state = for_each_pair(all_chunks, step, state)
         else:
             state = lax.fori_loop(i32(0), i32(chunks), step, state)
         if last is not None:
-            last[b, h, place.columns] = state
+            last[b, h, own.columns] = state
 
-    warpgroup = lax.axis_index(WARPGROUP_AXIS)
-    pl.when(warpgroup == 0)(chain)
-    pl.when(warpgroup == 1)(
-        lambda: produce(chunks, start, memory.free, results, scores, memory.stages)
-    )
+    def copies():
+        produce(chunks, start, memory.free, results, scores, memory.stages)
+
+    if chains > 1:
+        specialize_warpgroups(chains, lambda _: chain(), copies)
+    else:
+        pl.when(warpgroup == 0)(chain)
+        pl.when(warpgroup == 1)(copies)
 
 
 def times(x: jax.Array, factors: Any) -> jax.Array:
@@ -329,7 +349,11 @@ def _step(
 
     def step(index, state, is_first_of_pair=channels):
         stage = lax.rem(index, i32(memory.stages))
-        k, v, x = (ref.at[stage] for ref in (memory.k, memory.v, memory.x))
+        k, x = memory.k.at[stage], memory.x.at[stage]
+        own = stage
+        if memory.chains > 1:
+            own = stage * memory.chains + lax.axis_index(WARPGROUP_AXIS)
+        v = memory.v.at[own]
         k_out = memory.k_out.at[stage] if channels else k
 
         def along(first) -> Any:
@@ -415,16 +439,20 @@ def scan(
     saved = batch, heads, saved_of(chunks, channels) * HEAD_DIM, HEAD_DIM
     states = jax.ShapeDtypeStruct(saved, jnp.bfloat16)
 
+    # Two chains of a CTA share what a chunk's copies bring; one has it for itself, so that two are
+    # slower, unless the SMs have one CTA after the other otherwise.
+    chains = PARTS if mode is Mode.LAST and batch * heads * parts > num_sms() else 1
+
     def kernel(given: ScanInputs, outputs: _Outputs, memory: ScanMemory) -> None:
-        place = Place.of(cta_index(lax.axis_index("group")), parts, groups)
+        place = Place.of(cta_index(lax.axis_index("group")), parts // chains, groups)
         scan_cta(mode, scale, place, given, *outputs, memory)
 
     results = launch(
         kernel,
         f"gated_delta_rule_{mode.value}",
         semantics=plgpu.LoweringSemantics.Lane,
-        grid={"group": heads * parts // CLUSTER, "batch": batch},
-        warpgroups=WARPGROUPS,
+        grid={"group": heads * parts // chains // CLUSTER, "batch": batch},
+        warpgroups=chains + 1,
         cluster=CLUSTER,
         inputs=given,
         results=_Outputs(
@@ -432,6 +460,6 @@ def scan(
             states=states if mode is Mode.STATES else None,
             last=jax.ShapeDtypeStruct(given.start.shape, jnp.float32),
         ),
-        memory=ScanMemory.of(mode, scores=not channels, channels=channels),
+        memory=ScanMemory.of(mode, scores=not channels, channels=channels, chains=chains),
     )
     return tuple(results)
