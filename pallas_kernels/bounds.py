@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ from pallas_kernels.mask import Mask, TileSummary, both
 from pallas_kernels.spec import Tiles
 
 _INT32 = jnp.iinfo(jnp.int32)
+# Halves of the tiles, by index.
+Half = Literal["first", "second"]
 
 
 def query_bounds(
@@ -140,6 +142,26 @@ def split_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
 
     first, second = (jax.tree.map(lambda x, i=i: half(x, i), bounds) for i in (True, False))
     return first, second
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HalfBounds[Bounds]:
+    """Tile bounds of which half of the tiles are empty, as a kernel knows before it starts.
+
+    Attributes:
+      bounds: the bounds of all tiles.
+      half: the half whose tiles may have work.
+    """
+
+    bounds: Bounds
+    half: Half = dataclasses.field(metadata={"static": True})
+
+
+def split_into_halves[Bounds](bounds: Bounds) -> tuple[HalfBounds[Bounds], HalfBounds[Bounds]]:
+    """As :func:`split_tiles`, for kernels whose order of tiles depends on which have work."""
+    first, second = split_tiles(bounds)
+    return HalfBounds(first, "first"), HalfBounds(second, "second")
 
 
 def _tiles(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from burst_jax.ring.request import Request
 from burst_jax.ring.rotation import Rotation
@@ -22,6 +23,10 @@ from pallas_kernels import AttentionInputs, AttentionSpec, Implementation, KVSid
 from pallas_kernels.backend import Dkv, DqAccumulator
 from pallas_kernels.device import Target
 from pallas_kernels.inputs import Carry, PerHead, Side
+
+# Scores of all devices and steps up to which their tile bounds are computed while tracing, of 2^22
+# tiles of 128 x 128 in less than a second.
+_MOST_KNOWN_SCORES = 2**36
 
 
 def local_implementation(
@@ -49,11 +54,21 @@ def with_block_runs(request: Request, inputs: AttentionInputs) -> AttentionInput
     return inputs._replace(shared=inputs.shared._replace(block_mask=blocks))
 
 
-def _with_positions(request: Request, route: Route, offset: Offset | jax.Array, side: Any) -> Any:
-    """The side that this device holds at ``offset``, with the layout's positions if it has none."""
+def _with_positions(
+    request: Request,
+    route: Route,
+    offset: Offset | jax.Array,
+    side: Any,
+    device: int | None = None,
+) -> Any:
+    """The side that this device holds at ``offset``, with the layout's positions if it has none.
+
+    ``device``: with those of the block that this device holds there.
+    """
     if side.positions is not None:
         return side
-    return side._replace(positions=request.layout_positions(route, side.length, offset))
+    positions = request.layout_positions(route, side.length, offset, device)
+    return side._replace(positions=positions)
 
 
 class LocalForward:
@@ -69,15 +84,20 @@ class LocalForward:
         self.block = inputs.kv
         query = _with_positions(request, route, route.local, inputs.query)
 
-        def inputs_at(offset: Offset | jax.Array, kv: KVSide) -> AttentionInputs:
-            kv = _with_positions(request, route, offset, kv)
-            return AttentionInputs(query, kv, inputs.shared)
+        def inputs_at(
+            offset: Offset | jax.Array, kv: KVSide, device: int | None = None
+        ) -> AttentionInputs:
+            kv = _with_positions(request, route, offset, kv, device)
+            if device is None:
+                return AttentionInputs(query, kv, inputs.shared)
+            of_device = _with_positions(request, route, route.local, inputs.query, device)
+            return AttentionInputs(of_device, kv, inputs.shared)
 
-        def bounds(offset: Offset | jax.Array, kv: KVSide) -> Any:
-            return implementation.forward_bounds(inputs_at(offset, kv), spec=request.spec)
+        def bounds(offset: Offset | jax.Array, kv: KVSide, device: int | None = None) -> Any:
+            given = inputs_at(offset, kv, device)
+            return implementation.forward_bounds(given, spec=request.spec)
 
-        per_step = inputs.shared.block_mask is not None
-        self._bounds_at = _bounds_at(route, inputs.kv, bounds, per_step)
+        self._bounds_at = _bounds_at(route, inputs, inputs.kv, bounds)
         # Traced and lowered once for all steps with equal shapes, not once per step.
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
         self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
@@ -121,18 +141,22 @@ class LocalBackward:
         rotate_kv = rotation == "rotate_kv"
         lengths = inputs.q_length, inputs.kv_length
         self.route = route = request.route(*lengths, rotates_query=not rotate_kv)
-        stationary, rotating = _swap(rotate_kv, inputs.query, inputs.kv)
-        stationary = _with_positions(request, route, route.local, stationary)
+        own, rotating = _swap(rotate_kv, inputs.query, inputs.kv)
+        stationary = _with_positions(request, route, route.local, own)
 
-        def inputs_at(offset: Offset | jax.Array, block: Side) -> AttentionInputs:
-            block = _with_positions(request, route, offset, block)
-            return AttentionInputs(*_swap(rotate_kv, stationary, block), inputs.shared)
+        def inputs_at(
+            offset: Offset | jax.Array, block: Side, device: int | None = None
+        ) -> AttentionInputs:
+            block, side = _with_positions(request, route, offset, block, device), stationary
+            if device is not None:
+                side = _with_positions(request, route, route.local, own, device)
+            return AttentionInputs(*_swap(rotate_kv, side, block), inputs.shared)
 
-        def bounds(offset: Offset | jax.Array, block: Side) -> Any:
-            return implementation.backward_bounds(inputs_at(offset, block), spec=request.spec)
+        def bounds(offset: Offset | jax.Array, block: Side, device: int | None = None) -> Any:
+            given = inputs_at(offset, block, device)
+            return implementation.backward_bounds(given, spec=request.spec)
 
-        per_step = inputs.shared.block_mask is not None
-        self._bounds_at = _bounds_at(route, rotating, bounds, per_step)
+        self._bounds_at = _bounds_at(route, inputs, rotating, bounds)
         whole = self._bounds_at(route.local, rotating)
         self._local_bounds = _bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
         self.splits_local = "first" in self._local_bounds
@@ -260,13 +284,39 @@ def _dq_accumulator(
     return accumulator if size <= inputs.query.q.size * 4 else None
 
 
+def _known_tables(
+    route: Route, inputs: AttentionInputs, block: Side, bounds_of: Callable[..., Any]
+) -> Any:
+    """The tables of all steps, of which a constant holds those of every device.
+
+    A launch that reads them replaces several that compute them. None if they depend on more than
+    the layout, or if there are too many.
+    """
+    scores = inputs.q_length * inputs.kv_length * route.size * len(route.offsets)
+    if scores > _MOST_KNOWN_SCORES or inputs.query.token_arrays or inputs.kv.token_arrays:
+        return None
+    of_one = jax.tree.leaves(bounds_of(route.local, block, 0))
+    if not all(isinstance(x, np.ndarray) for x in of_one):
+        return None
+    here = jnp.asarray(route.source(route.local), jnp.int32)
+
+    def of_device(device: int) -> Any:
+        steps = [bounds_of(offset, block, device) for offset in route.offsets]
+        return jax.tree.map(lambda *tables: np.stack(tables), *steps)
+
+    def select(*tables: np.ndarray) -> jax.Array:
+        return lax.dynamic_index_in_dim(jnp.asarray(np.stack(tables)), here, keepdims=False)
+
+    return jax.tree.map(select, *map(of_device, range(route.size)))
+
+
 def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     """(query's, KV's) from (stationary, rotating), and the inverse: a swap if queries rotate."""
     return (first, second) if rotate_kv else (second, first)
 
 
 def _bounds_at(
-    route: Route, block: Side, bounds_of: Callable[[Any, Any], Any], per_step: bool
+    route: Route, inputs: AttentionInputs, block: Side, bounds_of: Callable[..., Any]
 ) -> Callable[[Offset, Any], Any]:
     """``bounds_of``, or a lookup in the bounds of all ring steps, computed at once if possible.
 
@@ -274,13 +324,21 @@ def _bounds_at(
     allocates tables that are computed step by step between the blocks, and a program for 12 or more
     A100 then needs one more block of memory. Segment ids, KV bounds and positions given as arrays
     are received with their block, so tables that depend on them are computed at their step. So are
-    the tile lists of a block-sparse mask (``per_step``): those of all steps would use too much
-    memory.
+    the tile lists of a block-sparse mask: those of all steps would use too much memory.
+
+    Args:
+      route: of the block.
+      inputs: this device's.
+      block: its side that rotates.
+      bounds_of: ``(offset, block, device=None) -> bounds``.
     """
-    if per_step or block.token_arrays or len(route.offsets) == 1:
+    is_sparse = inputs.shared.block_mask is not None
+    if is_sparse or block.token_arrays or len(route.offsets) == 1:
         return bounds_of
-    offsets = jnp.asarray(np.array(route.offsets, np.int32))
-    tables = jax.vmap(lambda offset: bounds_of(offset, block))(offsets)
+    tables = _known_tables(route, inputs, block, bounds_of)
+    if tables is None:
+        offsets = jnp.asarray(np.array(route.offsets, np.int32))
+        tables = jax.vmap(lambda offset: bounds_of(offset, block))(offsets)
 
     def bounds(offset: Offset, block: Side) -> Any:
         del block

@@ -118,9 +118,15 @@ class Request:
         )
         return q_run, kv_run
 
-    def layout_positions(self, route: Route, length: int, offset: Offset | jax.Array) -> jax.Array:
-        """The layout's positions, int32 ``[length]``, of the block held at ``offset``."""
-        return self.layout.shard_positions(length, route.size, route.source(offset))
+    def layout_positions(
+        self, route: Route, length: int, offset: Offset | jax.Array, device: int | None = None
+    ) -> jax.Array:
+        """The layout's positions, int32 ``[length]``, of the block held at ``offset``.
+
+        ``device``: of that which the device of this index holds, a NumPy array.
+        """
+        source = route.source(offset) if device is None else route.source_on(device, offset)
+        return self.layout.shard_positions(length, route.size, source)
 
     def positions_here(self, length: int) -> jax.Array:
         """Positions int32 ``[length]`` of this device's tokens, before the Ulysses all-to-all.

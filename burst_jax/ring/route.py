@@ -80,6 +80,15 @@ class Route:
         """The first offset, at which every block is on its own device."""
         return (0,) * len(self.axes)
 
+    def source_on(self, device: int, offset: Offset | jax.Array) -> int:
+        """:meth:`source` on a device whose index is known while tracing."""
+        if self.size == 1:
+            return 0
+        here = np.array(np.unravel_index(device, self.sizes))
+        return int(
+            np.ravel_multi_index(tuple((here - np.asarray(offset)) % self.sizes), self.sizes)
+        )
+
     def source(self, offset: Offset | jax.Array) -> jax.Array | int:
         """Index of the device whose block this one holds at ``offset`` (or an int32 array)."""
         index: jax.Array | int = 0

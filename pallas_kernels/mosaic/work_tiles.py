@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.bounds import Half
 from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import i32
 
@@ -59,6 +60,9 @@ class WorkTiles:
       may_be_local: whether work tiles may turn out to read a small part of the other side, because
         of packed documents. What the tiles of a head share is then less than ``shared_bytes``, and
         a kernel may choose larger groups when it starts (:meth:`counter`).
+      half: the half of the tiles that has work, where a causal mask gives later tiles less; None:
+        all have. Tiles of half a head are fewer, so those of a group may not occupy all CTAs, and
+        the first half has no short ones, which would fill the others' last steps.
     """
 
     batch: int
@@ -70,6 +74,7 @@ class WorkTiles:
     persistent: bool = True
     cluster: int = 1
     may_be_local: bool = False
+    half: Half | None = None
 
     @property
     def count(self) -> int:
@@ -89,13 +94,15 @@ class WorkTiles:
         if self.equal:
             return 1
         heads = self.batch * self.heads
+        # The tiles of the second half read the second half of the other side.
+        shared_bytes = self.shared_bytes // 2 if self.half == "second" else self.shared_bytes
 
         def most_within(cache_bytes: int) -> int:
-            most = max(1, cache_bytes // self.shared_bytes)
+            most = max(1, cache_bytes // shared_bytes)
             return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
 
         few, many = most_within(_L2_BYTES), most_within(_L2_BYTES_MAX)
-        steps = functools.partial(_causal_steps, self.ctas, heads, self.tiles)
+        steps = functools.partial(_causal_steps, self.ctas, heads, self.tiles, self.half)
         return few if few == many or steps(few) <= (1 + _MAX_TAIL) * steps(many) else many
 
     @property
@@ -164,11 +171,16 @@ class WorkTiles:
 
 
 @functools.lru_cache
-def _causal_steps(ctas: int, heads: int, tiles: int, group_heads: int) -> int:
-    """Steps until the last CTA has finished, where the tiles of a head take 1, 2, 3, ... steps."""
+def _causal_steps(ctas: int, heads: int, tiles: int, half: Half | None, group_heads: int) -> int:
+    """Steps until the last CTA has finished, where the tiles of a head take 1, 2, 3, ... steps.
+
+    ``half``: those of the longer (first) or the shorter (second) half of the tiles alone.
+    """
     ends = [0] * ctas
+    longest = tiles // 2 if half == "second" else tiles
+    shortest = tiles // 2 + 1 if half == "first" else 1
     for _ in range(heads // group_heads):
-        for steps in range(tiles, 0, -1):
+        for steps in range(longest, shortest - 1, -1):
             for _ in range(group_heads):
                 heapq.heapreplace(ends, ends[0] + steps)
     return max(ends)

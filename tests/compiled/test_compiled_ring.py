@@ -132,6 +132,24 @@ def test_every_permute_of_a_ring_overlaps_with_a_kernel(ring):
         assert len(made) == ring.wide_dq, made
 
 
+def test_a_plain_ring_has_few_small_launches():
+    """Tile bounds are constants."""
+    mesh, heads, dim = compiled.gpu_mesh("h100", 2), 4, 128
+    run = attend(mesh, implementation="mosaic_sm90", layout="zigzag", is_causal=True)
+    shapes = compiled.inputs(mesh, TOKENS, heads, heads, dim)
+    program = compiled.compile_for(gradient(run), *shapes, has_kernels=False)
+    operations = {x.name: x for x in compiled.computations(program)["ENTRY"]}
+    small = [
+        name
+        for name in compiled.small_launches(program)
+        if compiled.kernel_of(program, operations[name]) is None
+    ]
+    # Of both passes: a work-tile counter of each kernel, positions of two blocks, the bounds; of
+    # the backward pass: delta in three, halves of the bounds, lse in base 2, zeros of dQ twice, and
+    # conversions of three gradients.
+    assert len(small) <= 20, small
+
+
 def test_empty_kernels_change_neither_the_schedule_nor_the_memory():
     """Most programs here have them; this is the one of 8 A100s above, with its kernels."""
     ring, *_ = RINGS

@@ -87,6 +87,18 @@ def test_an_l2_group_is_larger_only_where_the_last_one_would_end_late():
     ):
         work_tiles = WorkTiles(1, heads, tiles, last_first=False, shared_bytes=shared * MIB)
         assert work_tiles.group_heads == group_heads
+    # Heads that form groups of ``whole`` where all tiles have work: of a half's tiles, fewer or
+    # without short ones, the last group's would run alone.
+    for heads, tiles, shared, whole, first, second in (
+        (32, 64, 8, 2, 4, 4),
+        (32, 32, 4, 4, 8, 8),
+        (8, 64, 8, 2, 4, 4),
+        (8, 128, 16, 1, 2, 2),
+        (8, 256, 32, 1, 1, 1),  # two heads do not fit
+    ):
+        of_half = functools.partial(WorkTiles, 1, heads, tiles, False, shared * MIB)
+        groups = [of_half(half=half).group_heads for half in (None, "first", "second")]
+        assert groups == [whole, first, second]
 
 
 def test_number_of_ctas():

@@ -21,6 +21,7 @@ from meshes import mesh_of
 from ring_cases import a_case, assert_exact, case_id, program_of
 
 import burst_jax
+from burst_jax.ring import local
 from pallas_kernels import XLA
 from pallas_kernels.backend import DqAccumulator
 
@@ -253,3 +254,26 @@ def test_each_step_of_a_ring_has_a_name():
             path = rf'"(?:[^"]*/)?ring_{direction}_step_(\d+)/{re.escape(operation)}'
             assert sorted({int(step) for step in re.findall(path, names)}) == want
         assert f'"burst_{direction}/' in names  # The function that the steps call.
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypatch, layout):
+    """Every shard has several tiles."""
+    mesh, length = mesh_of(outer=2, inner=2), 4096
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, length, 1, 8))
+    tables, results, of = [], [], local._known_tables
+    monkeypatch.setattr(local, "_known_tables", lambda *x: tables.append(of(*x)) or tables[-1])
+    for most in (local._MOST_KNOWN_SCORES, 0):
+        monkeypatch.setattr(local, "_MOST_KNOWN_SCORES", most)
+        jax.clear_caches()
+        attend = functools.partial(
+            burst_jax.burst_attention, mesh=mesh, seq_axis=("outer", "inner"), layout=layout,
+            is_causal=True, local_window_size=(700, 0), implementation="xla",
+        )  # fmt: skip
+        results.append(jax.jit(gradient(attend))(q, k, v))
+    half = len(tables) // 2
+    assert half >= 2  # both passes
+    assert [x is None for x in tables] == [False] * half + [True] * half
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.abs(want).max() > 0.1

@@ -90,6 +90,8 @@ def test_sends_bring_the_block_of_the_source(sizes, inner_first):
     held = np.asarray(visit(jnp.arange(n, dtype=jnp.int32)))
     assert held.shape == (n + 1, n, 2)
     np.testing.assert_array_equal(held[..., 0], held[..., 1])
+    known = [[route.source_on(device, x) for device in range(n)] for x in route.offsets]
+    np.testing.assert_array_equal(held[:-1, :, 1], known)
     np.testing.assert_array_equal(np.sort(held[:-1, :, 0], axis=0).T, np.tile(np.arange(n), (n, 1)))
 
 

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, pad_axis
 from pallas_kernels.backend import Dkv
-from pallas_kernels.bounds import key_bounds
+from pallas_kernels.bounds import HalfBounds, key_bounds
 from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
@@ -98,6 +98,8 @@ def backward(
         inputs, spec, config, dkv=dkv, out_dtype=out_dtype, deterministic=deterministic
     )
     config = static.config
+    if isinstance(bounds, HalfBounds):
+        bounds, static = bounds.bounds, dataclasses.replace(static, half=bounds.half)
     static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))

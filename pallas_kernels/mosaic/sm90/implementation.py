@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
-from pallas_kernels.bounds import split_tiles
+from pallas_kernels.bounds import split_into_halves
 from pallas_kernels.elementwise import derivative_is_one
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic import user_functions
@@ -54,7 +54,7 @@ def mosaic_sm90(
         backward=accumulator.backward,
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **of_backward),
-        split_backward=split_tiles,
+        split_backward=split_into_halves,
         dq_accumulator=accumulator,
         unsupported=functools.partial(_unsupported, configs=(forward_config,)),
         backward_unsupported=functools.partial(_backward_unsupported, configs=configs),

@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bounds import Half
 from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM, BackwardForm
 from pallas_kernels.mosaic.sm90.configs import (
@@ -233,12 +234,14 @@ class BackwardStatic(Sm90Static):
         point (:mod:`pallas_kernels.mosaic.fixed_point`).
       has_intervals: whether the kernel reads intervals of queries
         (:mod:`pallas_kernels.mosaic.sm90.row_intervals`).
+      half: the half of the KV tiles that may have work; None: all may.
     """
 
     adds_dkv: bool
     dkv_dtype: np.dtype
     deterministic: bool
     has_intervals: bool = False
+    half: Half | None = None
 
     @property
     def consumers(self) -> int:
@@ -367,10 +370,14 @@ class BackwardStatic(Sm90Static):
         96 and above 128, nor with masks by arrays. Packed documents limit what CTAs read like a
         window.
         """
-        is_causal = self.mask.right is not None and self.mask.left is None
         measured = self.is_about_128 and not super().masks_by_arrays
         may_visit = measured and self.config.producer_warpgroup and self.groups > 1
-        return may_visit and is_causal and self.work_tiles.exceeds_cache
+        return may_visit and self.is_causal and self.work_tiles.exceeds_cache
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is causal without a window, so that later KV tiles have less work."""
+        return self.mask.right is not None and self.mask.left is None
 
     @property
     def is_about_128(self) -> bool:
@@ -498,6 +505,7 @@ class BackwardStatic(Sm90Static):
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=persistent,
             may_be_local=self.may_be_local and (persistent or self.has_intervals),
+            half=self.half if self.is_causal else None,
         )  # fmt: skip
 
     @property
