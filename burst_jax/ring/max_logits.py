@@ -27,10 +27,11 @@ from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, vary, varying_axes
 from pallas_kernels.logits import in_groups, masked_logits, products
 
-# Queries per sequence and head whose logits are computed again.
-ROWS = 128
-# Keys at a time: with 128 rows and 32 heads, 32 MiB of logits per sequence.
-_KEYS = 2048
+# Queries per sequence and head whose logits are computed again. One more is searched for, and XLA
+# sorts all queries where it searches for more than 16.
+ROWS = 15
+# Logits at a time: 64 MiB.
+_LOGITS = 2**24
 
 
 class MaxLogits(NamedTuple):
@@ -91,17 +92,17 @@ def _chosen(request: Request, inputs: AttentionInputs, lse: jax.Array, rows: int
     batch, heads, length = lse.shape
     axes, query = request.token_axes, inputs.query
     # One more than are chosen is the largest of the rest.
-    candidates, tokens = lax.top_k(lse, min(rows + 1, length))
-    count = candidates.shape[-1]
+    largest, tokens = lax.top_k(lse, min(rows + 1, length))
+    here = jnp.bool_(True)
     if axes:
-        candidates = lax.all_gather(candidates, axes, axis=2, tiled=True)
-    total = candidates.shape[-1]
-    largest, places = lax.top_k(candidates, min(rows + 1, total))
-    rest = largest[..., rows] if total > rows else jnp.full_like(largest[..., 0], -jnp.inf)
-    places = places[..., :rows]
-    device, place = jnp.divmod(places, jnp.int32(count))
-    here = device == (lax.axis_index(axes) if axes else 0)
-    token = jnp.take_along_axis(tokens, place, axis=2)
+        count = tokens.shape[-1]
+        largest = lax.all_gather(largest, axes, axis=2, tiled=True)
+        largest, places = lax.top_k(largest, min(rows + 1, largest.shape[-1]))
+        device, place = jnp.divmod(places[..., :rows], jnp.int32(count))
+        here = device == lax.axis_index(axes)
+        tokens = jnp.take_along_axis(tokens, place, axis=2)
+    token = tokens[..., :rows]
+    rest = largest[..., rows] if largest.shape[-1] > rows else jnp.full_like(lse[..., 0], -jnp.inf)
     of_batch = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     of_head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
 
@@ -124,7 +125,7 @@ def _chosen(request: Request, inputs: AttentionInputs, lse: jax.Array, rows: int
         )
     groups = inputs.groups
     q, arrays = jax.tree.map(
-        lambda x: x.reshape(batch, heads // groups, groups, places.shape[2], -1), found
+        lambda x: x.reshape(batch, heads // groups, groups, token.shape[2], -1), found
     )
     return _Rows(q, arrays, rest)
 
@@ -136,7 +137,7 @@ def _largest(request: Request, inputs: AttentionInputs, rows: _Rows) -> jax.Arra
     q_positions, q_ids = arrays.pop("positions"), arrays.pop("segment_ids", None)
     positions = request.positions_here(kv.length) if kv.positions is None else kv.positions
     per_head = {name: in_groups(x, groups) for name, x in inputs.shared.score_parameters.items()}
-    length = min(kv.length, _KEYS)
+    length = min(kv.length, max(1, _LOGITS // rows.q[..., 0].size))
 
     def of_keys(x: jax.Array | None, first: jax.Array) -> jax.Array | None:
         if x is None:

@@ -17,7 +17,7 @@ from implementations import QUICK
 
 from benchmarks import communication, decode_step, serve, train
 from benchmarks.__main__ import main
-from burst_jax.models import Experts, MixtureOfExperts
+from burst_jax.models import DeltaNet, Experts, LayerKind, MixtureOfExperts
 
 N = 2
 SMALL = dataclasses.replace(
@@ -180,18 +180,36 @@ def test_servers_that_differ_are_left_out(capsys, monkeypatch):
     assert "striped          logits differ by 0.2" in striped
 
 
-def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys):
+def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys, tmp_path):
     mixture = dataclasses.replace(
         SMALL, num_layers=2, feed_forward=MixtureOfExperts, experts=Experts(6, 2)
     )
     monkeypatch.setitem(train.SHAPES, "qwen3-30b-a3b-layers", mixture)
     monkeypatch.setattr(decode_step, "_COPIED", 2**16)
-    main(shlex.split("decode-step --length 30 --batches 3 --steps 1 --layers 1"))
+    path = tmp_path / "a.json"
+    main(shlex.split(f"decode-step --length 30 --batches 3 --steps 1 --layers 1 --json {path}"))
     hit = re.search(r"batch   3 .* of a copy, (\d\.\d) experts hit", capsys.readouterr().out)
     assert hit is not None
     assert 2 <= float(hit[1]) <= 6
+    (row,) = json.loads(path.read_text())["rows"]
     server = serve.served(dataclasses.replace(mixture, num_layers=1), "zigzag", 1, 32)
-    size, of_expert = decode_step.step_bytes(server, 30)
-    assert of_expert == 3 * 32 * 64 * 2
+    size = decode_step.step_bytes(server, 30)
+    assert size.expert == 3 * 32 * 64 * 2
     weights = 32 * (4 + 2 * 2 + 4) * 8 + 32 * 6 + 64 * 32  # projections, router, head
-    assert size == 2 * weights + 4 * 3 * 32 + 30 * 2 * 2 * 8 * 2
+    assert size.weights == 2 * weights + 4 * 3 * 32
+    assert size.cache == pytest.approx(30 * 2 * 2 * 8 * 2)
+    assert size.states == 0
+    assert row["bytes"]["expert"] == pytest.approx(row["experts_hit"] * size.expert)
+    assert row["bytes"]["cache"] == pytest.approx(3 * size.cache)
+
+
+def test_a_decoding_step_of_a_hybrid_reads_and_writes_states():
+    sizes = DeltaNet(4, 2, 8, 16)
+    pattern = (LayerKind(mixer="delta_net"), LayerKind())
+    hybrid = dataclasses.replace(SMALL, num_layers=2, layer_pattern=pattern, delta_net=sizes)
+    server = serve.served(hybrid, "zigzag", 1, 32, batch=3)
+    size = decode_step.step_bytes(server, 30)
+    assert size.cache == pytest.approx(3 * 30 * 2 * 2 * 8 * 2)
+    tails = 3 * (2 * 2 * 8 + 4 * 16) * 2
+    assert size.states == 2 * 3 * (4 * 4 * 8 * 16 + tails)
+    assert size.total == sum(size)
