@@ -159,8 +159,16 @@ def experts_hit(config: DecoderConfig, batch: int, length: int, tokens: list[jax
     return statistics.mean(_Counted.hit)
 
 
+def expected_hits(config: DecoderConfig, batch: int) -> float:
+    """The expected number of experts that have tokens, if each is as likely as any other."""
+    if config.experts is None:
+        return 0.0
+    missed = 1 - config.experts.per_token / config.experts.count
+    return config.experts.count * (1 - missed**batch)
+
+
 def run(args: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Prints the table and saves it."""
     require_gpus("benchmarks decode-step")
     require_outputs(args.json)
     config = dataclasses.replace(SHAPES[args.shape], param_dtype=jnp.bfloat16)
@@ -182,7 +190,10 @@ def run(args: argparse.Namespace) -> None:
         second = statistics.median(rounds[_WARM_UP:])
         size = step_bytes(server, args.length)
         del server
-        hit = experts_hit(config, batch, args.length, tokens)
+        if args.uniform:
+            hit = expected_hits(config, batch)
+        else:
+            hit = experts_hit(config, batch, args.length, tokens)
         size = size.with_experts(hit)
         row = {
             "batch": batch, "ms": 1e3 * second, "bytes": size._asdict(), "experts_hit": hit,
@@ -207,5 +218,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--length", type=integer(1), default=32768, help="tokens in the cache")
     parser.add_argument("--batches", nargs="+", type=integer(1), default=[1, 8, 32])
     parser.add_argument("--steps", type=integer(1), default=20, help="steps per round")
+    parser.add_argument(
+        "--uniform", action="store_true",
+        help="do not count the experts that are hit, which takes another program: assume the "
+        "expected number of uniform routing",
+    )  # fmt: skip
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)

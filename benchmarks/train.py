@@ -10,7 +10,7 @@ states are replicated or sharded; with sharded ones, a mixture of experts can al
 where they are and exchange tokens. Every strategy takes the first step from the same weights; one
 whose loss or gradient norm differs from the first strategy's is left out.
 
-FLOPs of a step of T tokens, for MFU (:meth:`burst_jax.models.DecoderConfig.train_flops_per_token`)::
+FLOPs of a step of T tokens, for MFU (``DecoderConfig.train_flops_per_token``)::
 
     T (6 weights + layers with softmax attention * 6 N (H + Hv) T / 2
                  + layers with linear attention * 18 N H Hv)
@@ -67,9 +67,7 @@ _EXPERTS = DecoderConfig(
 )  # fmt: skip
 # A group of layers: three of Gated DeltaNet, one of gated softmax attention.
 _HYBRID = dataclasses.replace(config_of("qwen-3-next-80b-a3b"), vocab_size=32000, num_layers=4)
-_DENSE_HYBRID = dataclasses.replace(
-    _HYBRID, mlp_dim=11 * 512, feed_forward=GatedMLP, experts=None
-)
+_DENSE_HYBRID = dataclasses.replace(_HYBRID, mlp_dim=11 * 512, feed_forward=GatedMLP, experts=None)
 SHAPES = {
     "7b-layers": _LAYERS,
     "llama-3-8b": dataclasses.replace(
@@ -241,8 +239,8 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--parts", action="store_true",
-        help="also time the layers of each mixer by themselves, forward and backward, in the layout "
-        "of the first strategy",
+        help="also time the layers of each mixer by themselves, forward and backward, in the "
+        "layout of the first strategy",
     )  # fmt: skip
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)

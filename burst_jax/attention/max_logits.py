@@ -45,8 +45,9 @@ def max_logits(
     What QK-clip needs (MuonClip, Kimi K2, arXiv 2507.20534, section 2.1). Kernels return no row
     maxima, but a query's largest logit is at most its lse, so the largest of all is found among the
     ``rows`` queries of each sequence and head with the largest lse. Their logits are computed
-    again: ``2 B N rows S H`` operations, ``rows / T`` of the causal forward pass's, 0.05 % of
-    forward and backward pass at 8K tokens with 15. Over several devices one all-reduce sends the rows.
+    again: ``2 B N rows S H`` operations, ``rows / T`` of the causal forward pass's: with 15
+    rows 0.05 % of forward and backward pass at 8K tokens. Over several devices one all-reduce sends
+    the rows.
 
     Args:
       query: ``[B, T, N, H]``, as in the call of :func:`burst_jax.burst_attention`.

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from implementations import QUICK
 
-from benchmarks import communication, decode_step, serve, train
+from benchmarks import communication, decode_step, layer_times, serve, train
 from benchmarks.__main__ import main
 from burst_jax.models import DeltaNet, Experts, LayerKind, MixtureOfExperts
 
 N = 2
+TRUE_SHAPES = dict(train.SHAPES)
 SMALL = dataclasses.replace(
     train.SHAPES["llama-3-8b"], vocab_size=64, num_layers=1, embed_dim=32, num_heads=4,
     num_kv_heads=2, head_dim=8, mlp_dim=64,
@@ -101,6 +102,90 @@ def test_strategies_that_differ_are_left_out(tmp_path, monkeypatch, capsys):
     assert moments == ["bfloat16"] * 4
     line = "zigzag                 1000.0         64      -    1.00   4.1600     12.3        -"
     assert line in printed
+
+
+HYBRID = dataclasses.replace(
+    SMALL, num_layers=3, layer_pattern=(*[LayerKind(mixer="delta_net")] * 2, LayerKind()),
+    delta_net=DeltaNet(2, 1, 8), feed_forward=MixtureOfExperts, experts=Experts(4, 2),
+    logits_soft_cap=30.0,
+)  # fmt: skip
+
+
+def test_parts_are_shares_of_the_first_strategy(tmp_path, monkeypatch, capsys):
+    def measure(config, strategy, weights, length, n, **_):
+        return {
+            "strategy": strategy, "weights": weights, "length": length, "seconds": 2.0, "gib": 1.0,
+            "loss": 4.0, "grad_norm": 1.0, "communication": None, "exposed": None,
+        }  # fmt: skip
+
+    made = []
+
+    class Layers:
+        def __init__(self, config, *given):
+            made.append((config, *given))
+
+        def compile(self):
+            pass
+
+        def __call__(self):
+            pass
+
+    monkeypatch.setattr(train, "measure", measure)
+    monkeypatch.setattr(layer_times, "LayersAlone", Layers)
+    monkeypatch.setattr(layer_times.time, "perf_counter", iter(range(100)).__next__)
+    monkeypatch.setitem(train.SHAPES, "qwen3-next-layers", HYBRID)
+    path = tmp_path / "a.json"
+    main(shlex.split(f"{TRAIN} --shape qwen3-next-layers --parts --json {path}"))
+    assert [(c.num_layers, *c.mixers, c.experts is None, *rest) for c, *rest in made] == [
+        (1, "attention", False, "zigzag", 64, N),
+        (1, "attention", True, "zigzag", 64, N),
+        (2, "delta_net", False, "zigzag", 64, N),
+        (2, "delta_net", True, "zigzag", 64, N),
+    ]
+    first, *others = json.loads(path.read_text())["rows"]
+    assert [(part["part"], part["share"]) for part in first["parts"]] == [
+        ("1 x softmax attention", 0.5),
+        ("1 x softmax attention, mixers alone", 0.5),
+        ("2 x linear attention", 0.5),
+        ("2 x linear attention, mixers alone", 0.5),
+    ]
+    assert not any("parts" in row for row in others)
+    assert "2 x linear attention, mixers alone" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # a backward pass to compile
+def test_a_part_has_the_gradients_of_its_weights():
+    (part,) = (x for x in layer_times.parts_of(HYBRID) if x.mixer == "delta_net" and not x.whole)
+    alone = layer_times.LayersAlone(part.config(HYBRID), "zigzag", 32, 1)
+    alone.compile()
+    hidden, gradients = alone()
+    assert hidden.shape == (1, 32, SMALL.embed_dim)
+    mixer = gradients["delta_net_layers"]["attention"]
+    for name in ("query", "value", "output_gate", "decay", "out"):
+        kernel = np.asarray(mixer[name]["kernel"][...])
+        assert kernel.shape[0] == 2
+        assert np.isfinite(kernel).all()
+        assert (np.abs(kernel).max((1, 2)) > 0).all(), name
+
+
+def test_shapes_of_a_hybrid_group():
+    """The dense MLP has as many weights per token as the experts; MFU counts both mixers."""
+    experts, dense, softmax = (
+        TRUE_SHAPES[f"qwen3-next-{name}"] for name in ("layers", "dense", "softmax")
+    )
+    per_token = 11 * 3 * 2048 * 512
+    router_and_gate = 4 * 2048 * (512 + 1)
+    assert experts.num_matmul_params - dense.num_matmul_params == router_and_gate
+    linear = 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048
+    full = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    assert dense.num_matmul_params == 3 * linear + full + 4 * per_token + 2048 * 32000
+    assert softmax.num_matmul_params == 4 * full + 4 * per_token + 2048 * 32000
+    length = 1000
+    attention = 6 * 16 * 512 * length / 2
+    for config, count in ((dense, 1), (softmax, 4)):
+        recurrence = 18 * 32 * 128 * 128 * (4 - count)
+        want = 6 * config.num_matmul_params + count * attention + recurrence
+        assert config.train_flops_per_token(length) == pytest.approx(want)
 
 
 def test_indivisible_lengths_are_lines(capsys):
@@ -201,6 +286,15 @@ def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys, tmp
     assert size.states == 0
     assert row["bytes"]["expert"] == pytest.approx(row["experts_hit"] * size.expert)
     assert row["bytes"]["cache"] == pytest.approx(3 * size.cache)
+
+
+def test_experts_that_uniform_routing_hits():
+    config = dataclasses.replace(SMALL, feed_forward=MixtureOfExperts, experts=Experts(6, 2))
+    rng = np.random.default_rng(0)
+    drawn = [len(np.unique([rng.permutation(6)[:2] for _ in range(3)])) for _ in range(2000)]
+    assert decode_step.expected_hits(config, 3) == pytest.approx(np.mean(drawn), rel=0.02)
+    assert decode_step.expected_hits(config, 1) == pytest.approx(2)
+    assert decode_step.expected_hits(SMALL, 3) == 0
 
 
 def test_a_decoding_step_of_a_hybrid_reads_and_writes_states():
