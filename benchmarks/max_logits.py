@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import statistics
 from typing import Any
@@ -96,7 +97,7 @@ def measure(shape: Shape, mesh: Mesh, args: argparse.Namespace, clock: Clock) ->
         for name in ("without", "with")
     }
     calls = {
-        name: ((lambda program=program: program(*arrays)), jax.block_until_ready)
+        name: (functools.partial(program, *arrays), jax.block_until_ready)
         for name, program in programs.items()
     }
     turns = in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock)
