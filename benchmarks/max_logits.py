@@ -13,6 +13,8 @@ import dataclasses
 import functools
 import math
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -89,25 +91,35 @@ def is_right(shape: Shape, mesh: Mesh) -> bool:
     return bool((lower <= largest + slack).all() and (largest <= upper + slack).all() and near > 0)
 
 
-def measure(shape: Shape, mesh: Mesh, args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """A row of the table: milliseconds with and without the metric, and its share."""
+def measure(
+    shape: Shape, rows: Sequence[int], mesh: Mesh, args: argparse.Namespace, clock: Clock
+) -> list[dict[str, Any]]:
+    """Rows of the table, for each number of rows: milliseconds with the metric and without it."""
     arrays = shape.arrays()
-    programs = {
-        name: shape.program(mesh, measures=name == "with").lower(*arrays).compile()
-        for name in ("without", "with")
-    }
-    calls = {
-        name: (functools.partial(program, *arrays), jax.block_until_ready)
-        for name, program in programs.items()
+    shapes: dict[int | None, Shape] = {None: shape}
+    shapes |= {count: dataclasses.replace(shape, rows=count) for count in rows}
+    with ThreadPoolExecutor(len(shapes)) as pool:
+        compiling = {
+            count: pool.submit(
+                each.program(mesh, measures=count is not None).lower(*arrays).compile
+            )
+            for count, each in shapes.items()
+        }
+    calls: dict[Any, Any] = {
+        count: (functools.partial(program.result(), *arrays), jax.block_until_ready)
+        for count, program in compiling.items()
     }
     turns = in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock)
-    seconds = {name: [turn.seconds for turn in each] for name, each in turns.items()}
-    without, measured = (statistics.median(seconds[name]) for name in ("without", "with"))
-    return {
-        "length": shape.length, "rows": shape.rows, "ms": 1e3 * without,
-        "ms_with": 1e3 * measured, "us": 1e6 * (measured - without),
-        "share": measured / without - 1, "turns": seconds,
-    }  # fmt: skip
+    seconds = {count: [turn.seconds for turn in each] for count, each in turns.items()}
+    without, found = statistics.median(seconds[None]), []
+    for count in rows:
+        measured = statistics.median(seconds[count])
+        found.append({
+            "length": shape.length, "rows": count, "ms": 1e3 * without, "ms_with": 1e3 * measured,
+            "us": 1e6 * (measured - without), "share": measured / without - 1,
+            "turns": {"without": seconds[None], "with": seconds[count]},
+        })  # fmt: skip
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -130,10 +142,9 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     with Clock() as clock:
         for length in args.lengths:
-            for rows in args.rows:
-                of_length = dataclasses.replace(shape, length=length, rows=rows)
-                row = measure(of_length, mesh, args, clock)
-                print(f"{length:9,}{rows:6}{row['ms']:10.3f}{row['ms_with']:10.3f}"
+            of_length = dataclasses.replace(shape, length=length)
+            for row in measure(of_length, args.rows, mesh, args, clock):
+                print(f"{length:9,}{row['rows']:6}{row['ms']:10.3f}{row['ms_with']:10.3f}"
                       f"{row['us']:12.1f}{row['share']:8.2%}", flush=True)  # fmt: skip
                 record["rows"].append(row)
                 if args.json is not None:
