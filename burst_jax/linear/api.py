@@ -234,13 +234,11 @@ def gated_delta_rule_step(
     q, k, v, decay, b = (x.astype(jnp.float32) for x in list(arrays.values())[:5])
     q, k = (jnp.repeat(x, groups, axis=1) for x in (q, k))
 
-    # The state after the token is read through the one before it: one pass computes the products
-    # with both q and k, and after it another one changes the state in place.
+    # The state after the token is read through the one before it, so that the kernel that changes
+    # the state in place is the last one that reads it. XLA would copy the state otherwise.
     state = jnp.exp(decay).reshape(*b.shape, -1, 1) * state
-    is_query = jnp.array([True, False])[:, None]
-    both = jnp.where(is_query, q[:, :, None], k[:, :, None])
-    products = lax.optimization_barrier(jnp.sum(both[..., None] * state[:, :, None], axis=3))
-    of_q, of_k = products[:, :, 0], products[:, :, 1]
+    products = (jnp.sum(x[..., None] * state, axis=2) for x in (q, k))
+    of_q, of_k = lax.optimization_barrier(tuple(products))
     u = b[..., None] * (v - of_k)
     out = of_q + jnp.sum(q * k, axis=-1, keepdims=True) * u
     return (scale * out).astype(query.dtype), state + k[..., None] * u[..., None, :]
