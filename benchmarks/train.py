@@ -329,11 +329,14 @@ def _timed_parts(
     """Times the layers of each mixer by themselves, and prints their shares of the step."""
     rows = []
     strategy, length = step["strategy"], step["length"]
-    for row in layer_times.measure(config, strategy, length, n, calls=calls):
-        share = row["share"] = row["seconds"] / step["seconds"]
-        print(f"{length:9,}    {row['part']:40}{1e3 * row['seconds']:9.1f} ms{share:8.1%} of the "
-              "step", flush=True)  # fmt: skip
-        rows.append(row)
+    try:
+        for row in layer_times.measure(config, strategy, length, n, calls=calls):
+            share = row["share"] = row["seconds"] / step["seconds"]
+            print(f"{length:9,}    {row['part']:40}{1e3 * row['seconds']:9.1f} ms{share:8.1%} of "
+                  "the step", flush=True)  # fmt: skip
+            rows.append(row)
+    except jax.errors.JaxRuntimeError as error:  # Too little memory.
+        print(f"{length:9,}    {' '.join(str(error).split())[:90]}", flush=True)
     return rows
 
 
