@@ -1,13 +1,23 @@
 """Benchmark of a training step of a language model on all GPUs.
 
 The model has layers of a 7B model's shape, or of Qwen3 30B-A3B's with its experts or as large a
-dense MLP as a token uses, or all of Llama 3 8B's; the batch is one long sequence.
+dense MLP as a token uses, or a group of Qwen3-Next's four layers, also so, or all of Llama 3 8B's;
+the batch is one long sequence.
 The strategies: sequence parallelism in every layout (contiguous is plain Ring Attention), and
 tensor parallelism by heads with the same kernels, where every device has the whole sequence and a
 shard of the heads, the MLP and the vocabulary. With sequence parallelism, weights and optimizer
 states are replicated or sharded; with sharded ones, a mixture of experts can also keep its experts
 where they are and exchange tokens. Every strategy takes the first step from the same weights; one
 whose loss or gradient norm differs from the first strategy's is left out.
+
+FLOPs of a step of T tokens, for MFU (``DecoderConfig.train_flops_per_token``)::
+
+    T (6 weights + layers with softmax attention * 6 N (H + Hv) T / 2
+                 + layers with linear attention * 18 N H Hv)
+
+The weights are those that multiply each token: of a mixture the router, the shared expert and the
+experts that a token uses, and the head. Attention is causal; of linear attention the recurrence
+counts, not the larger work of its chunks. Recomputation does not count.
 """
 
 from __future__ import annotations
@@ -24,17 +34,19 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import layer_times
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.communication import Communication, profile_communication
 from benchmarks.results import gib, save_json
 from burst_jax.command_line import Unusable, integer
 from burst_jax.layouts.parse import layout_option, parse_layout
-from burst_jax.models import DecoderConfig, MixtureOfExperts
+from burst_jax.models import DecoderConfig, LayerKind, MixtureOfExperts
 from burst_jax.models.experts import Experts
 from burst_jax.models.feed_forward import GatedMLP
 from burst_jax.models.remat import Remat
 from burst_jax.parallel.peak import peak_flops
 from burst_jax.parallel.rules import ShardingRules
+from burst_jax.plan.presets import config_of
 from burst_jax.training import (
     Optimizer,
     init_train_state,
@@ -53,6 +65,9 @@ _EXPERTS = DecoderConfig(
     mlp_dim=768, qk_norm=True, dtype=jnp.bfloat16, feed_forward=MixtureOfExperts,
     experts=Experts(128, 8),
 )  # fmt: skip
+# A group of layers: three of Gated DeltaNet, one of gated softmax attention.
+_HYBRID = dataclasses.replace(config_of("qwen-3-next-80b-a3b"), vocab_size=32000, num_layers=4)
+_DENSE_HYBRID = dataclasses.replace(_HYBRID, mlp_dim=11 * 512, feed_forward=GatedMLP, experts=None)
 SHAPES = {
     "7b-layers": _LAYERS,
     "llama-3-8b": dataclasses.replace(
@@ -62,6 +77,12 @@ SHAPES = {
     # As many features per token in one MLP: what the experts' routing and ragged products cost.
     "qwen3-30b-a3b-dense": dataclasses.replace(
         _EXPERTS, mlp_dim=8 * 768, feed_forward=GatedMLP, experts=None
+    ),
+    "qwen3-next-layers": _HYBRID,
+    # Ten experts and the shared one in one MLP; and the same with softmax attention in all layers.
+    "qwen3-next-dense": _DENSE_HYBRID,
+    "qwen3-next-softmax": dataclasses.replace(
+        _DENSE_HYBRID, layer_pattern=(LayerKind(),), delta_net=None
     ),
 }
 STRATEGIES = ("zigzag", "striped", "contiguous", "tensor parallel")
@@ -216,6 +237,11 @@ def add_command(commands: Any) -> None:
         "--no-profile", dest="profile", action="store_false",
         help="no profiled step, and no columns of communication",
     )  # fmt: skip
+    parser.add_argument(
+        "--parts", action="store_true",
+        help="also time the layers of each mixer by themselves, forward and backward, in the "
+        "layout of the first strategy",
+    )  # fmt: skip
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)
 
@@ -225,6 +251,11 @@ def run(args: argparse.Namespace) -> None:
     if "exchanged" in args.weights and SHAPES[args.shape].experts is None:
         shapes = ", ".join(name for name, config in SHAPES.items() if config.experts is not None)
         raise Unusable(f"--weights exchanged needs a --shape with experts: {shapes}")
+    if args.parts and (args.strategies[0] == "tensor parallel" or args.remat_layers is not None):
+        raise Unusable(
+            "--parts times layers of one remat in the layout of the first strategy: name a layout "
+            "first in --strategies, like zigzag, and leave --remat-layers out"
+        )
     require_gpus("benchmarks train")
     require_outputs(args.json)
     devices = jax.devices()
@@ -251,6 +282,12 @@ def run(args: argparse.Namespace) -> None:
     heading += f"{'comm':>9}{'exposed':>9}"
     print(heading + "\n" + "-" * len(heading))
     rows: list[dict[str, Any]] = []
+    record = {
+        "device": kind, "devices": n, "jax": jax.__version__, "shape": args.shape,
+        "layers": config.num_layers, "remat": config.remat, "remat_layers": config.remat_layers,
+        "mlp_chunks": config.mlp_chunks, "moment_dtype": args.moment_dtype,
+        "moments": args.moments, "rows": rows,
+    }  # fmt: skip
     for length in args.lengths:
         first: dict[str, Any] | None = None
         for strategy, weights in itertools.product(args.strategies, args.weights):
@@ -279,13 +316,28 @@ def run(args: argparse.Namespace) -> None:
                 continue
             rows.append(row)
             if args.json is not None:  # After every row, because each takes a minute.
-                record = {
-                    "device": kind, "devices": n, "jax": jax.__version__,
-                    "shape": args.shape, "layers": config.num_layers, "remat": config.remat,
-                    "remat_layers": config.remat_layers, "mlp_chunks": config.mlp_chunks,
-                    "moment_dtype": args.moment_dtype, "moments": args.moments, "rows": rows,
-                }  # fmt: skip
                 save_json(record, args.json)
+        if args.parts and first is not None:
+            first["parts"] = _timed_parts(config, first, n, args.steps)
+            if args.json is not None:
+                save_json(record, args.json)
+
+
+def _timed_parts(
+    config: DecoderConfig, step: dict[str, Any], n: int, calls: int
+) -> list[dict[str, Any]]:
+    """Times the layers of each mixer by themselves, and prints their shares of the step."""
+    rows = []
+    strategy, length = step["strategy"], step["length"]
+    try:
+        for row in layer_times.measure(config, strategy, length, n, calls=calls):
+            share = row["share"] = row["seconds"] / step["seconds"]
+            print(f"{length:9,}    {row['part']:40}{1e3 * row['seconds']:9.1f} ms{share:8.1%} of "
+                  "the step", flush=True)  # fmt: skip
+            rows.append(row)
+    except jax.errors.JaxRuntimeError as error:  # Too little memory.
+        print(f"{length:9,}    {' '.join(str(error).split())[:90]}", flush=True)
+    return rows
 
 
 def _remat(config: DecoderConfig) -> str:

@@ -43,10 +43,10 @@ def max_logits(
         max over b, q, k of mask(f(cap(scale \cdot query \cdot key^T)) - slope |p_q - p_k|)
 
     What QK-clip needs (MuonClip, Kimi K2, arXiv 2507.20534, section 2.1). Kernels return no row
-    maxima, but a query's largest logit is at most its lse, so the largest of all is found among the
-    ``rows`` queries of each sequence and head with the largest lse. Their logits are computed
-    again: ``2 B N rows S H`` operations, ``rows / T`` of the causal forward pass's, 0.45 % of
-    forward and backward pass at 8K tokens. Over several devices one all-reduce sends the rows.
+    maxima, but a query's largest logit is at most its lse, so the largest of all is looked for
+    among queries with large lse: the largest of each of ``rows`` blocks of a sequence, for each
+    head. Their logits are computed again: ``2 B N rows S H`` operations, ``rows / T`` of the causal
+    forward pass's. Over several devices one all-gather sends the rows.
 
     Args:
       query: ``[B, T, N, H]``, as in the call of :func:`burst_jax.burst_attention`.
@@ -54,16 +54,17 @@ def max_logits(
       lse: float32 ``[B, T, N]``, what that call returned with ``return_residual=True``.
       {arguments}
       rows: number of queries of each sequence and head, 1 or more. More make the bounds tighter.
-        Default 128.
+        Default 8.
 
     Pass the arguments of that call; those that do not change the logits have no effect here.
 
     Returns:
       ``(lower, upper)``, float32 ``[N]``, a :class:`burst_jax.MaxLogits`: the largest logit that
       was computed, and what no logit exceeds, but for the rounding of lse. If they are equal, they
-      are the largest logit. With a soft cap the logits are the capped ones. ``lower`` is -inf where
-      no query attends to a key; lse includes a head's sink, so ``upper`` is at least the sink if
-      queries are left out. They have no gradient.
+      are the largest logit. Without sinks ``lower`` is smaller than that by the logarithm of a
+      query's number of keys at most. With a soft cap the logits are the capped ones. ``lower`` is
+      -inf where no query attends to a key; lse includes a head's sink, so ``upper`` is at least the
+      sink if queries are left out. They have no gradient.
 
     Raises:
       ValueError: an argument is wrong; the message names argument, value and remedy.
@@ -123,7 +124,7 @@ def ring_max_logits(
       lse: float32 ``[B, T, N]``, what that call returned with ``return_residual=True``.
       axis_name: the ring's mesh axis, as there.
       {arguments}
-      rows: number of queries of each sequence and head, 1 or more. Default 128.
+      rows: number of queries of each sequence and head, 1 or more. Default 8.
 
     Returns:
       ``(lower, upper)``, float32 ``[N]``, over this device's sequences and heads, the same on all

@@ -24,7 +24,7 @@ from burst_jax.layers.projection import check_explicit_heads, check_local_heads,
 from burst_jax.layouts.parse import LayoutLike, parse_layout
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.linear import gated_delta_rule, gated_delta_rule_step, short_convolution
-from burst_jax.linear.convolution import convolved
+from burst_jax.linear.convolution import convolved_step
 from burst_jax.parallel.mesh import (
     AxisNames,
     flat_names,
@@ -302,15 +302,10 @@ class GatedDeltaNet(nnx.Module):
         self._check_state(state, x.shape[0])
         layer = gather_explicit(self)
         x = x[:, None]
-        mixed, tails = [], []
-        for name in ("query", "key", "value"):
-            inputs, tail = project(getattr(layer, name), x), getattr(state, name)
-            window = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
-            taps = getattr(layer, f"{name}_conv")[...]
-            flat = window.reshape(*window.shape[:2], -1), None, taps.reshape(taps.shape[0], -1)
-            token = convolved(*flat).astype(inputs.dtype).reshape(inputs[:, 0].shape)
-            mixed.append(jax.nn.silu(token))
-            tails.append(window[:, 1:])
+        names, tails = ("query", "key", "value"), state[1:]
+        inputs = [project(getattr(layer, name), x)[:, 0] for name in names]
+        weights = [getattr(layer, f"{name}_conv")[...] for name in names]
+        mixed, tails = convolved_step(tails, inputs, weights, jax.nn.silu)
         query, key, value = mixed
         decay, beta = layer.gates(x)
         out, new = gated_delta_rule_step(

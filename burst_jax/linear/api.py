@@ -234,13 +234,14 @@ def gated_delta_rule_step(
     q, k, v, decay, b = (x.astype(jnp.float32) for x in list(arrays.values())[:5])
     q, k = (jnp.repeat(x, groups, axis=1) for x in (q, k))
 
-    def read(x: jax.Array, state: jax.Array) -> jax.Array:
-        return jnp.einsum("bnk,bnkv->bnv", x, state, precision=lax.Precision.HIGHEST)
-
+    # The state after the token is read through the one before it, so that the kernel that changes
+    # the state in place is the last one that reads it. XLA would copy the state otherwise.
     state = jnp.exp(decay).reshape(*b.shape, -1, 1) * state
-    u = b[..., None] * (v - read(k, state))
-    state = state + k[..., None] * u[..., None, :]
-    return (scale * read(q, state)).astype(query.dtype), state
+    products = (jnp.sum(x[..., None] * state, axis=2) for x in (q, k))
+    of_q, of_k = lax.optimization_barrier(tuple(products))
+    u = b[..., None] * (v - of_k)
+    out = of_q + jnp.sum(q * k, axis=-1, keepdims=True) * u
+    return (scale * out).astype(query.dtype), state + k[..., None] * u[..., None, :]
 
 
 class _ConvolutionOptions(_Shared, total=False):

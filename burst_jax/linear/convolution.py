@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,55 @@ def convolved(x: jax.Array, tokens: Tokens | None, weight: jax.Array) -> jax.Arr
             term = jnp.where(reaches[..., None], term, 0)
         total = total + term
     return total.astype(x.dtype)
+
+
+def convolved_step(
+    tails: Sequence[jax.Array],
+    tokens: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    activation: Callable[[jax.Array], jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """One token of several convolutions, for decoding.
+
+    XLA launches a kernel for each array, so those of all convolutions are one. Tails that it
+    computed from the old ones in the same memory would be copied first: a token takes the place of
+    the one before it.
+
+    Args:
+      tails: ``[B, W - 1, ...]`` of each convolution, its last inputs.
+      tokens: ``[B, ...]``, the next one.
+      weights: ``[W, ...]``.
+      activation: of their outputs.
+
+    Returns:
+      The activated outputs, ``[B, ...]`` each in the dtype of its token, and the new tails.
+    """
+    shapes = [token.shape[1:] for token in tokens]
+    ends = np.cumsum([math.prod(shape) for shape in shapes[:-1]])
+
+    def as_one(arrays: list[jax.Array]) -> list[jax.Array]:
+        """The arrays, ``[B, n, features]``, as parts of one that is computed first."""
+        return jnp.split(lax.optimization_barrier(jnp.concatenate(arrays, -1)), ends, axis=-1)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1)
+
+    windows = as_one(
+        [
+            flat(jnp.concatenate([tail, token[:, None].astype(tail.dtype)], 1))
+            for tail, token in zip(tails, tokens, strict=True)
+        ]
+    )
+    outputs = as_one(
+        [
+            activation(convolved(window, None, weight.reshape(len(weight), -1)).astype(token.dtype))
+            for window, weight, token in zip(windows, weights, tokens, strict=True)
+        ]
+    )
+    return (
+        [x.reshape(len(x), *shape) for x, shape in zip(outputs, shapes, strict=True)],
+        [x[:, 1:].reshape(tail.shape) for x, tail in zip(windows, tails, strict=True)],
+    )
 
 
 def _ends(

@@ -22,7 +22,7 @@ OPTIONS = (
     "implementation",
 )
 # Fields of DecoderConfig that softmax attention alone reads.
-_OF_ATTENTION = (
+OF_ATTENTION = (
     "num_heads", "num_kv_heads", "head_dim", "rope_theta", "logits_soft_cap", "qk_norm", "rope",
     "qkv_bias", "out_bias", "attention_scale", "attention_sinks", "attention_gate",
 )  # fmt: skip
@@ -169,7 +169,7 @@ def check_config(config: Any) -> None:
     if "attention" in config.mixers:
         return
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    for name in _OF_ATTENTION:
+    for name in OF_ATTENTION:
         if (value := getattr(config, name)) != defaults[name]:
             raise ValueError(
                 f"{name} is {shown(value)}, and delta_net is given: its layers have no softmax "

@@ -1,21 +1,29 @@
 """The largest logit of each head, from the log-sum-exp of each query.
 
 A query's largest logit is at most its lse, and the lse of the query with the largest logit of all
-is at least that logit. So it is found among the queries with the largest lse. The logits of R of
-them are computed again, exactly, against all keys::
+is at least that logit. So it is looked for among queries with large lse: the query with the largest
+lse in each of R blocks of consecutive tokens. Their logits are computed again, exactly, against all
+keys::
 
-    lower = the largest logit of the R queries with the largest lse
+    lower = the largest logit of the chosen queries
     upper = max(lower, the largest lse of the other queries)
 
-If ``lower == upper``, it is the largest logit of all queries. Large logits make a softmax with one
-dominant key, whose lse is close to its logit, so for large logits the bounds agree or are close.
+If ``lower == upper``, it is the largest logit of all queries. The query with the largest lse of all
+is among the chosen ones: without sinks ``lower`` is smaller by the logarithm of its number of keys
+at most. Large logits make a softmax with one dominant key, whose lse is close to its logit, so for
+large logits the bounds agree or are close.
 
-On a ring every device attends to its own keys with the chosen queries, which one all-reduce sends
-to all devices: R rows per head, whatever the length. Nothing rotates.
+The R queries with the largest lse would make ``upper`` tighter, but a search for them takes XLA
+longer than all the rest (a sort, or its TopK kernel; EXPERIMENTS.md). A block's largest is one
+reduction.
+
+On a ring every device chooses among its own queries and attends to its own keys with those of all
+devices, which one all-gather sends: R rows per head, whatever the length. Nothing rotates.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +35,10 @@ from burst_jax.ring.request import Request
 from pallas_kernels import AttentionInputs, vary, varying_axes
 from pallas_kernels.logits import in_groups, masked_logits, products
 
-# Queries per sequence and head whose logits are computed again.
-ROWS = 128
-# Keys at a time: with 128 rows and 32 heads, 32 MiB of logits per sequence.
-_KEYS = 2048
+# Queries per sequence and head whose logits are computed again: a block has one.
+ROWS = 8
+# Logits at a time: 64 MiB.
+_LOGITS = 2**24
 
 
 class MaxLogits(NamedTuple):
@@ -52,7 +60,7 @@ class _Rows(NamedTuple):
     Attributes:
       q: ``[B, K, G, R, H]``.
       arrays: int32 ``[B, K, G, R, 1]`` by name: positions, segment ids and KV bounds.
-      rest: float32 ``[B, N]``, the largest lse of all other queries.
+      rest: float32 ``[B, N]``, the largest lse of this device's other queries.
     """
 
     q: jax.Array
@@ -69,7 +77,7 @@ def shard_max_logits(
       request: the static part of the call of attention.
       inputs: this device's arrays, those of :func:`burst_jax.ring.vjp.attend_shard`.
       lse: its result, float32 ``[B, T, N]``.
-      rows: R.
+      rows: R, or some more: blocks of all devices have the same size.
 
     Returns:
       The bounds of this device's heads, equal on all devices that share its sequences. They have no
@@ -87,21 +95,18 @@ def shard_max_logits(
 
 
 def _chosen(request: Request, inputs: AttentionInputs, lse: jax.Array, rows: int) -> _Rows:
-    """The queries with the largest lse, ``[B, N, T]``, of the whole sequences, on every device."""
+    """The query with the largest lse, ``[B, N, T]``, of each block, those of all devices."""
     batch, heads, length = lse.shape
     axes, query = request.token_axes, inputs.query
-    # One more than are chosen is the largest of the rest.
-    candidates, tokens = lax.top_k(lse, min(rows + 1, length))
-    count = candidates.shape[-1]
-    if axes:
-        candidates = lax.all_gather(candidates, axes, axis=2, tiled=True)
-    total = candidates.shape[-1]
-    largest, places = lax.top_k(candidates, min(rows + 1, total))
-    rest = largest[..., rows] if total > rows else jnp.full_like(largest[..., 0], -jnp.inf)
-    places = places[..., :rows]
-    device, place = jnp.divmod(places, jnp.int32(count))
-    here = device == (lax.axis_index(axes) if axes else 0)
-    token = jnp.take_along_axis(tokens, place, axis=2)
+    # Blocks of consecutive tokens of this device; the last one may be shorter.
+    size = max(1, length * math.prod(map(lax.axis_size, axes)) // rows)
+    count = -(-length // size)
+    padded = jnp.pad(lse, ((0, 0), (0, 0), (0, count * size - length)), constant_values=-jnp.inf)
+    blocks = padded.reshape(batch, heads, count, size)
+    place = lax.argmax(blocks, 3, jnp.int32)
+    is_chosen = lax.iota(jnp.int32, size) == place[..., None]
+    rest = jnp.where(is_chosen, -jnp.inf, blocks).max((2, 3))
+    token = size * lax.iota(jnp.int32, count) + place
     of_batch = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     of_head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
 
@@ -115,16 +120,10 @@ def _chosen(request: Request, inputs: AttentionInputs, lse: jax.Array, rows: int
     }
     found: Any = query.q[of_batch, token, of_head], jax.tree.map(of_token, arrays)
     if axes:
-        # Each row is on one device; the others add zeros.
-        found = lax.psum(
-            jax.tree.map(
-                lambda x: jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 3)), x, 0), found
-            ),
-            axes,
-        )
+        found = lax.all_gather(found, axes, axis=2, tiled=True)
     groups = inputs.groups
     q, arrays = jax.tree.map(
-        lambda x: x.reshape(batch, heads // groups, groups, places.shape[2], -1), found
+        lambda x: x.reshape(batch, heads // groups, groups, x.shape[2], -1), found
     )
     return _Rows(q, arrays, rest)
 
@@ -136,7 +135,7 @@ def _largest(request: Request, inputs: AttentionInputs, rows: _Rows) -> jax.Arra
     q_positions, q_ids = arrays.pop("positions"), arrays.pop("segment_ids", None)
     positions = request.positions_here(kv.length) if kv.positions is None else kv.positions
     per_head = {name: in_groups(x, groups) for name, x in inputs.shared.score_parameters.items()}
-    length = min(kv.length, _KEYS)
+    length = min(kv.length, max(1, _LOGITS // rows.q[..., 0].size))
 
     def of_keys(x: jax.Array | None, first: jax.Array) -> jax.Array | None:
         if x is None:

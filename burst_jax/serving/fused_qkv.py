@@ -28,23 +28,23 @@ from burst_jax.layers.norm import JointRMSNorm, RMSNorm, mean_square
 NAMES = ("query", "key", "value")
 
 
-def fuse(kernels: tuple[jax.Array, ...], mesh: Mesh, spec: P) -> tuple[jax.Array, ...]:
+def fuse(kernels: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[P, ...]) -> tuple[jax.Array, ...]:
     """One layer's kernels with all heads in the first, and no heads in the others.
 
     Args:
       kernels: query, key and value, ``[D, heads, H]``.
       mesh: the devices.
-      spec: the spec of each of them, and of the results.
+      specs: the spec of each of them, and of the results.
     """
-    return _fuse(mesh, spec)(*kernels)
+    return _fuse(mesh, specs)(*kernels)
 
 
 @functools.cache
-def _fuse(mesh: Mesh, spec: P) -> Any:
+def _fuse(mesh: Mesh, specs: tuple[P, ...]) -> Any:
     def local(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.concatenate([query, key, value], 1), key[:, :0], value[:, :0]
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs))
 
 
 def with_fused_qkv(

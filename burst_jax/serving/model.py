@@ -25,7 +25,7 @@ from burst_jax.models.shardings import embed
 from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
-from burst_jax.serving.fused_qkv import NAMES, fuse, with_fused_qkv
+from burst_jax.serving import fused_delta_net, fused_qkv
 from burst_jax.serving.one_row import with_one_row_output
 from burst_jax.serving.sharded_weights import (
     hidden_axes,
@@ -156,11 +156,12 @@ class ServedModel:
             name_of(path): unstacked(path, weight, spec)
             for (path, weight), spec in zip(weights, of_weights, strict=True)
         }
-        if stack.mixer == "attention" and self._fuses_qkv:
-            names = [f"{name}.attention.{each}.kernel" for each in NAMES]
-            spec = of_weights[list(per_layer).index(names[0])]
+        if (fusion := self._fusion(stack.mixer)) is not None:
+            names = [f"{name}.attention.{each}.kernel" for each in fusion.NAMES]
+            at = list(per_layer)
+            specs = tuple(of_weights[at.index(each)] for each in names)
             kernels = zip(*(per_layer[each] for each in names), strict=True)
-            fused = zip(*(fuse(each, mesh, spec) for each in kernels), strict=True)
+            fused = zip(*(fusion.fuse(each, mesh, specs) for each in kernels), strict=True)
             per_layer |= dict(zip(names, map(list, fused), strict=True))
         structure = jax.tree.structure(state)
         return [
@@ -177,16 +178,21 @@ class ServedModel:
         """Arrays, or anything else, in the order of ``leaves``, as ``weights`` has them."""
         return jax.tree.unflatten(self._tree, leaves)
 
-    @property
-    def _fuses_qkv(self) -> bool:
-        """Whether query, key and value projections are one matrix (``serving.fused_qkv``).
+    def _fusion(self, mixer: Mixer) -> Any:
+        """The module that fuses the input projections of a mixer's layers, or None.
 
         Not with weights sharded over the sequence, because prefill gathers them as the decoder has
         them. Not if devices share a key head, because each slices its head's weights from all. Not
-        with latent attention, whose keys and values are projected from another vector than queries.
+        with latent attention, whose keys and values are projected from another vector than queries,
+        nor with Kimi Delta Attention, whose gates are.
         """
-        same_input = self.config.latent is None
-        return same_input and not self.sharded and self.heads == self.config.num_kv_heads
+        if self.sharded:
+            return None
+        if mixer == "attention":
+            fits = self.config.latent is None and self.heads == self.config.num_kv_heads
+            return fused_qkv if fits else None
+        assert self.config.delta_net is not None
+        return fused_delta_net if self.config.delta_net.layer is GatedDeltaNet else None
 
     @property
     def data_axes(self) -> tuple[Any, Any]:
@@ -282,9 +288,12 @@ class ServedModel:
             attention = with_sharded_projections(attention, shardings.token_axes)
         elif not gather and tokens == 1:
             attention = with_one_row_output(attention)
-        if kind.mixer == "attention" and self._fuses_qkv:
+        fusion = self._fusion(kind.mixer)
+        if fusion is fused_qkv:
             heads = self.config.num_heads // axes_size(shardings.mesh, shardings.tensor_axes)
-            attention = with_fused_qkv(attention, heads, fuse_norms=not gather)
+            attention = fused_qkv.with_fused_qkv(attention, heads, fuse_norms=not gather)
+        elif fusion is fused_delta_net:
+            attention = fused_delta_net.with_fused_projections(attention, at_once=not gather)
         return layer.with_blocks(attention, mlp)
 
     def _gathered(self, weights: Any, specs: Any) -> Any:

@@ -33,7 +33,8 @@ class TrainStep:
     ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``params`` and ``opt_state``
     are donated; the new ones keep their shardings. With LoRA only the adapters are trained.
     Metrics are float32 scalars: ``loss`` (weighted mean, nats per target, before the update),
-    ``grad_norm`` (before clipping), and ``learning_rate`` if the optimizer is an
+    ``grad_norm`` (before clipping), ``targets`` (the sum of the global batch's weights, by which
+    the loss is divided: its number of targets), and ``learning_rate`` if the optimizer is an
     :class:`burst_jax.training.Optimizer` whose state counts its steps. With auxiliary losses, like
     those of a mixture of experts, ``loss`` includes them, and there are metrics of each
     (:class:`burst_jax.models.MixtureOfExperts`); with ``accumulate`` both are means over its
@@ -110,13 +111,13 @@ class TrainStep:
         self, params: Any, opt_state: Any, batch: Batch[jax.Array]
     ) -> tuple[Any, Any, dict[str, Any]]:
         trained, frozen = split_trained(params)
-        loss, grads, auxiliary = self._mean_loss_and_gradient(trained, frozen, batch)
+        loss, grads, others = self._mean_loss_and_gradient(trained, frozen, batch)
         with jax.numpy_dtype_promotion("standard"):  # As in Optimizer.schedule: optax mixes dtypes.
             updates, new_opt_state = _update(
                 self._transform, grads, opt_state, trained, self._weight_shardings
             )
         grad_norm = global_norm(grads)
-        metrics = {"loss": loss, "grad_norm": grad_norm, **auxiliary}
+        metrics = {"loss": loss, "grad_norm": grad_norm, **others}
         count = _step_count(opt_state)
         if self._schedule is not None and count is not None:
             metrics["learning_rate"] = jnp.asarray(self._schedule(count), jnp.float32)
@@ -126,11 +127,11 @@ class TrainStep:
     def _mean_loss_and_gradient(
         self, trained: Any, frozen: Any, batch: Batch[jax.Array]
     ) -> tuple[jax.Array, Any, dict[str, Any]]:
-        """The mean loss, its gradient, and the auxiliary metrics."""
+        """The mean loss, its gradient, and the other metrics."""
         model = nnx.merge(self._graphdef, trained, frozen)
         scale = _loss_scale(model.config.dtype, trained)
-        count, present = jnp.sum(batch["weights"]), _present(batch)
-        count = jnp.where(count == 0, 1.0, count)  # The loss of a batch without targets is 0.
+        targets, present = jnp.sum(batch["weights"]), _present(batch)
+        count = jnp.where(targets == 0, 1.0, targets)  # The loss of a batch without targets is 0.
 
         def term(trained: Any, batch: Batch[jax.Array]) -> tuple[jax.Array, Any]:
             """What a slice of the batch adds to the mean loss, times the scale, and to metrics."""
@@ -148,6 +149,7 @@ class TrainStep:
         else:
             sums = self._accumulated(gradient, trained, batch, model.shardings())
         (_, (loss, metrics, logits)), grads = sums
+        metrics["targets"] = targets
         if logits is not None:
             metrics["max_logits"] = logits
         if scale != 1:

@@ -72,24 +72,43 @@ def logits_of(call):
     return np.where(dense.kept(T, T, batch=B, heads=N, **options), logits, -np.inf)
 
 
-def wanted(logits, sinks, rows) -> tuple[Any, np.ndarray]:
-    """The bounds by their definition, and lse, float64 ``[B, T, N]``."""
+def wanted(logits, sinks, rows, order=None, devices=1) -> tuple[Any, np.ndarray]:
+    """The bounds by their definition, and lse, float64 ``[B, T, N]``.
+
+    ``order``: the token at each place of the devices, ``[B, T]``, -1 for none; None is 0 ... T - 1.
+    """
     lse = np.logaddexp.reduce(logits, -1)
     if sinks is not None:
         lse = np.logaddexp(lse, sinks[:, None])
-    order = np.argsort(-lse, axis=-1)
-    chosen = np.take_along_axis(logits.max(-1), order[..., :rows], -1)
-    lower = chosen.max((0, 2))
-    others = np.take_along_axis(lse, order[..., rows:], -1).max((0, 2), initial=-np.inf)
-    bounds: Any = MaxLogits(lower, np.maximum(lower, others))  # pyrefly: ignore
+    order = np.tile(np.arange(T), (B, 1)) if order is None else order
+    length = order.shape[1] // devices
+    size = max(1, length * devices // rows)
+    lower, rest = np.full((2, N), -np.inf)
+    for row, places in enumerate(order):
+        for start in range(0, len(places), length):
+            for first in range(0, length, size):
+                block = places[start + first : start + min(first + size, length)]
+                for head in range(N):
+                    tokens = sorted(block[block >= 0], key=lambda t: -lse[row, head, t])
+                    if not tokens:
+                        continue
+                    lower[head] = max(lower[head], logits[row, head, tokens[0]].max())
+                    rest[head] = max([rest[head], *lse[row, head, tokens[1:]]])
+    bounds: Any = MaxLogits(lower, np.maximum(lower, rest))  # pyrefly: ignore
     return bounds, lse.swapaxes(1, 2)
+
+
+def order_of(call):
+    """The layout's order of the call's tokens over two devices."""
+    layout = parse_layout(call.get("layout", "contiguous"))
+    return layout.order_of(call.get("query_segment_ids", np.ones((B, T), np.int32)), 2)
 
 
 def on_mesh(call, lse, rows, **axes):
     """``max_logits`` over 2 x 2 devices, tokens in the order of the call's layout."""
     options = dict(call)
-    layout = parse_layout(options.pop("layout", "contiguous"))
-    found = layout.order_of(call.get("query_segment_ids", np.ones((B, T), np.int32)), 2)
+    options.pop("layout", None)
+    found = order_of(call)
     order = np.maximum(found.order, 0)
     pick = lambda x: x[np.arange(B)[:, None], order]  # noqa: E731
     lse = np.where((found.order >= 0)[..., None], pick(np.float32(lse)), -np.inf)
@@ -111,16 +130,16 @@ def on_mesh(call, lse, rows, **axes):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bounds_are_those_of_the_queries_with_the_largest_lse(name, monkeypatch):
-    # The last seven keys of a device overlap others.
-    monkeypatch.setattr("burst_jax.ring.max_logits._KEYS", 7)
+def test_the_bounds_are_those_of_the_queries_with_the_largest_lse_of_a_block(name, monkeypatch):
+    # 3, 7 or 14 keys at a time: the last ones of a device overlap others.
+    monkeypatch.setattr("burst_jax.ring.max_logits._LOGITS", 7 * N * ROWS)
     call = CASES[name]
     logits = logits_of(call)
-    want, lse = wanted(logits, call.get("sink_logits"), ROWS)
+    ulysses = name.startswith("striped:2")
+    axes: Any = {"ulysses_axis" if ulysses else "batch_axis": "other"}
+    order, devices = order_of(call).order, 4 if ulysses else 2
+    want, lse = wanted(logits, call.get("sink_logits"), ROWS, order, devices)
     mesh = mesh_of(seq=2, other=2)
-    axes: Any = (
-        {"ulysses_axis": "other"} if name.startswith("striped:2") else {"batch_axis": "other"}
-    )
     got = on_mesh(call, lse, ROWS, mesh=mesh, **axes)
     for x, y in zip(got, want, strict=True):
         assert x.shape == (N,)
@@ -147,7 +166,8 @@ def test_all_rows_are_exact_over_heads_with_a_sharp_query_in_padding():
     call = {"is_causal": True, "query_segment_ids": segments, "key_value_segment_ids": segments}
     logits = logits_of(call)
     _, lse = wanted(logits, None, 1)
-    options: Any = {"mesh": mesh, "tensor_axis": "model", "is_causal": True, "pad": True}
+    axes: Any = {"mesh": mesh, "tensor_axis": "model"}
+    options = axes | {"is_causal": True, "pad": True, "rows": T + 1}
 
     @quick_jit
     def run(query, key, lse, segments):
@@ -168,7 +188,8 @@ def test_it_follows_attention_inside_a_shard_map_without_a_gradient():
     """lse of the ring, its own bounds, and the gradient of a loss that has them as well."""
     mesh, options = mesh_of(seq=2), {"is_causal": True, "layout": "zigzag"}
     tokens = burst_jax.to_layout((QUERY, KEY), "zigzag", 2)
-    want, _ = wanted(logits_of({"is_causal": True}), None, 3)
+    order = order_of({"layout": "zigzag"}).order
+    want, _ = wanted(logits_of({"is_causal": True}), None, 3, order, 2)
 
     def loss(query, key):
         out, lse = burst_jax.ring_attention(query, key, key, "seq", return_residual=True, **options)

@@ -35,9 +35,11 @@ EXITS = {
             "ampere",
             "flash",
             "modifiers",
+            "max-logits",
             "linear",
         )
     },
+    "train --parts --strategies striped --remat selective --remat-layers 1": "leave --remat-layers",
     "train --weights exchanged": "--weights exchanged needs a --shape with experts: qwen3-30b-a3b",
     "linear-ring": "benchmarks linear-ring needs 2 or more NVIDIA GPUs; JAX runs",
     "ring": "benchmarks ring needs 2 or more NVIDIA GPUs; JAX runs",

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from implementations import QUICK
 
-from benchmarks import communication, decode_step, serve, train
+from benchmarks import communication, decode_step, layer_times, serve, train
 from benchmarks.__main__ import main
-from burst_jax.models import Experts, MixtureOfExperts
+from burst_jax.models import DeltaNet, Experts, LayerKind, MixtureOfExperts
 
 N = 2
+TRUE_SHAPES = dict(train.SHAPES)
 SMALL = dataclasses.replace(
     train.SHAPES["llama-3-8b"], vocab_size=64, num_layers=1, embed_dim=32, num_heads=4,
     num_kv_heads=2, head_dim=8, mlp_dim=64,
@@ -103,6 +104,90 @@ def test_strategies_that_differ_are_left_out(tmp_path, monkeypatch, capsys):
     assert line in printed
 
 
+HYBRID = dataclasses.replace(
+    SMALL, num_layers=3, layer_pattern=(*[LayerKind(mixer="delta_net")] * 2, LayerKind()),
+    delta_net=DeltaNet(2, 1, 8), feed_forward=MixtureOfExperts, experts=Experts(4, 2),
+    logits_soft_cap=30.0,
+)  # fmt: skip
+
+
+def test_parts_are_shares_of_the_first_strategy(tmp_path, monkeypatch, capsys):
+    def measure(config, strategy, weights, length, n, **_):
+        return {
+            "strategy": strategy, "weights": weights, "length": length, "seconds": 2.0, "gib": 1.0,
+            "loss": 4.0, "grad_norm": 1.0, "communication": None, "exposed": None,
+        }  # fmt: skip
+
+    made = []
+
+    class Layers:
+        def __init__(self, config, *given):
+            made.append((config, *given))
+
+        def compile(self):
+            pass
+
+        def __call__(self):
+            pass
+
+    monkeypatch.setattr(train, "measure", measure)
+    monkeypatch.setattr(layer_times, "LayersAlone", Layers)
+    monkeypatch.setattr(layer_times.time, "perf_counter", iter(range(100)).__next__)
+    monkeypatch.setitem(train.SHAPES, "qwen3-next-layers", HYBRID)
+    path = tmp_path / "a.json"
+    main(shlex.split(f"{TRAIN} --shape qwen3-next-layers --parts --json {path}"))
+    assert [(c.num_layers, *c.mixers, c.experts is None, *rest) for c, *rest in made] == [
+        (1, "attention", False, "zigzag", 64, N),
+        (1, "attention", True, "zigzag", 64, N),
+        (2, "delta_net", False, "zigzag", 64, N),
+        (2, "delta_net", True, "zigzag", 64, N),
+    ]
+    first, *others = json.loads(path.read_text())["rows"]
+    assert [(part["part"], part["share"]) for part in first["parts"]] == [
+        ("1 x softmax attention", 0.5),
+        ("1 x softmax attention, mixers alone", 0.5),
+        ("2 x linear attention", 0.5),
+        ("2 x linear attention, mixers alone", 0.5),
+    ]
+    assert not any("parts" in row for row in others)
+    assert "2 x linear attention, mixers alone" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # a backward pass to compile
+def test_a_part_has_the_gradients_of_its_weights():
+    (part,) = (x for x in layer_times.parts_of(HYBRID) if x.mixer == "delta_net" and not x.whole)
+    alone = layer_times.LayersAlone(part.config(HYBRID), "zigzag", 32, 1)
+    alone.compile()
+    hidden, gradients = alone()
+    assert hidden.shape == (1, 32, SMALL.embed_dim)
+    mixer = gradients["delta_net_layers"]["attention"]
+    for name in ("query", "value", "output_gate", "decay", "out"):
+        kernel = np.asarray(mixer[name]["kernel"][...])
+        assert kernel.shape[0] == 2
+        assert np.isfinite(kernel).all()
+        assert (np.abs(kernel).max((1, 2)) > 0).all(), name
+
+
+def test_shapes_of_a_hybrid_group():
+    """The dense MLP has as many weights per token as the experts; MFU counts both mixers."""
+    experts, dense, softmax = (
+        TRUE_SHAPES[f"qwen3-next-{name}"] for name in ("layers", "dense", "softmax")
+    )
+    per_token = 11 * 3 * 2048 * 512
+    router_and_gate = 4 * 2048 * (512 + 1)
+    assert experts.num_matmul_params - dense.num_matmul_params == router_and_gate
+    linear = 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048
+    full = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    assert dense.num_matmul_params == 3 * linear + full + 4 * per_token + 2048 * 32000
+    assert softmax.num_matmul_params == 4 * full + 4 * per_token + 2048 * 32000
+    length = 1000
+    attention = 6 * 16 * 512 * length / 2
+    for config, count in ((dense, 1), (softmax, 4)):
+        recurrence = 18 * 32 * 128 * 128 * (4 - count)
+        want = 6 * config.num_matmul_params + count * attention + recurrence
+        assert config.train_flops_per_token(length) == pytest.approx(want)
+
+
 def test_indivisible_lengths_are_lines(capsys):
     main(["train", "--lengths", "66", "--strategies", "zigzag"])
     message = "zigzag                length is 66: the zigzag layout over 2"
@@ -180,18 +265,45 @@ def test_servers_that_differ_are_left_out(capsys, monkeypatch):
     assert "striped          logits differ by 0.2" in striped
 
 
-def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys):
+def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys, tmp_path):
     mixture = dataclasses.replace(
         SMALL, num_layers=2, feed_forward=MixtureOfExperts, experts=Experts(6, 2)
     )
     monkeypatch.setitem(train.SHAPES, "qwen3-30b-a3b-layers", mixture)
     monkeypatch.setattr(decode_step, "_COPIED", 2**16)
-    main(shlex.split("decode-step --length 30 --batches 3 --steps 1 --layers 1"))
+    path = tmp_path / "a.json"
+    main(shlex.split(f"decode-step --length 30 --batches 3 --steps 1 --layers 1 --json {path}"))
     hit = re.search(r"batch   3 .* of a copy, (\d\.\d) experts hit", capsys.readouterr().out)
     assert hit is not None
     assert 2 <= float(hit[1]) <= 6
+    (row,) = json.loads(path.read_text())["rows"]
     server = serve.served(dataclasses.replace(mixture, num_layers=1), "zigzag", 1, 32)
-    size, of_expert = decode_step.step_bytes(server, 30)
-    assert of_expert == 3 * 32 * 64 * 2
+    size = decode_step.step_bytes(server, 30)
+    assert size.expert == 3 * 32 * 64 * 2
     weights = 32 * (4 + 2 * 2 + 4) * 8 + 32 * 6 + 64 * 32  # projections, router, head
-    assert size == 2 * weights + 4 * 3 * 32 + 30 * 2 * 2 * 8 * 2
+    assert size.weights == 2 * weights + 4 * 3 * 32
+    assert size.cache == pytest.approx(30 * 2 * 2 * 8 * 2)
+    assert size.states == 0
+    assert row["bytes"]["expert"] == pytest.approx(row["experts_hit"] * size.expert)
+    assert row["bytes"]["cache"] == pytest.approx(3 * size.cache)
+
+
+def test_experts_that_uniform_routing_hits():
+    config = dataclasses.replace(SMALL, feed_forward=MixtureOfExperts, experts=Experts(6, 2))
+    rng = np.random.default_rng(0)
+    drawn = [len(np.unique([rng.permutation(6)[:2] for _ in range(3)])) for _ in range(2000)]
+    assert decode_step.expected_hits(config, 3) == pytest.approx(np.mean(drawn), rel=0.02)
+    assert decode_step.expected_hits(config, 1) == pytest.approx(2)
+    assert decode_step.expected_hits(SMALL, 3) == 0
+
+
+def test_a_decoding_step_of_a_hybrid_reads_and_writes_states():
+    sizes = DeltaNet(4, 2, 8, 16)
+    pattern = (LayerKind(mixer="delta_net"), LayerKind())
+    hybrid = dataclasses.replace(SMALL, num_layers=2, layer_pattern=pattern, delta_net=sizes)
+    server = serve.served(hybrid, "zigzag", 1, 32, batch=3)
+    size = decode_step.step_bytes(server, 30)
+    assert size.cache == pytest.approx(3 * 30 * 2 * 2 * 8 * 2)
+    tails = 3 * (2 * 2 * 8 + 4 * 16) * 2
+    assert size.states == 2 * 3 * (4 * 4 * 8 * 16 + tails)
+    assert size.total == sum(size)

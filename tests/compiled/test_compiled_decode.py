@@ -16,7 +16,13 @@ from flax import nnx
 from meshes import mesh_of
 from served_models import CONFIG
 
-from burst_jax.models import Experts, MixtureOfExperts, abstract_decoder
+from burst_jax.models import (
+    DecoderConfig,
+    DeltaNet,
+    Experts,
+    MixtureOfExperts,
+    abstract_decoder,
+)
 from burst_jax.serving import Generator
 from pallas_kernels.mosaic.sm80.decode import partial_attention
 
@@ -32,6 +38,11 @@ SPILLS = (
     (16, 32, 128, {"window": 4096, "logits_soft_cap": 50.0}, 16 * LINKED),
     (1, 16, 256, {"window": 1024}, 832 * LINKED),
 )
+
+
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+# Of two layers of linear attention with small dense feed-forwards.
+LINEAR_LAUNCHES = 40
 
 
 def compile_decode(gpu, queries, heads, head_dim, options):
@@ -120,7 +131,25 @@ def test_a_mixture_reads_the_experts_by_kernels_without_a_loop():
     assert len(re.findall(r"custom-call\(.*burst_few_rows", text)) == 3
     assert " while(" not in text  # Which a search in the sorted rows is.
     assert " sort(" not in text
-    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-    launches = [x for x in compiled.computations(program)["ENTRY"] if x.opcode not in free]
+    launches = [x for x in compiled.computations(program)["ENTRY"] if x.opcode not in FREE]
     # Each takes a microsecond at least, as long as 3 MB of weights.
     assert len(launches) <= 25, [x.name for x in launches]
+
+
+def test_linear_attention_reads_its_projections_by_one_product_and_copies_no_state():
+    """Of Qwen3-Next's sizes: by itself each of the six projections is too small for one."""
+    sizes = DeltaNet(32, 16, 128, 128)
+    config = dataclasses.replace(
+        DecoderConfig(), vocab_size=48, num_layers=2, embed_dim=2048, mlp_dim=64, delta_net=sizes,
+        dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    program = decode_program("h100", config)
+    factors = [factor for *both, _ in compiled.matrix_products(program) for factor in both]
+    counts = [math.prod(map(int, re.findall(r"\d+", text.split("[")[1]))) for text in factors]
+    columns = 2 * 16 * 128 + 2 * 32 * 128 + 128  # beta and decay in the last 128
+    assert counts.count(2048 * columns) == 2
+    assert 2048 * 32 * 128 not in counts
+    launches = [x for x in compiled.computations(program)["ENTRY"] if x.opcode not in FREE]
+    copied = [x.result for x in launches if x.opcode == "copy"]
+    assert not [shape for shape in copied if "[1,32,128,128]" in shape or "[1,3," in shape]
+    assert len(launches) <= LINEAR_LAUNCHES, [x.name for x in launches]

@@ -171,12 +171,13 @@ def test_train_lm_fine_tunes_on_conversations_and_generate_answers(folder, tmp_p
     assert found[2] == f"{int(found[1]) / written:.1f}"
     assert "[sample starts]" not in printed
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
+    records = [json.loads(line) for line in lines]
     train, _ = open_corpus(folder / "chats.jsonl", chats=True).split(0.05)
     with Loader(train, seq_len=64, batch=2, tokens=ChatTokens.of(folder)) as loader:
         rows: Any = next(loader)
-    want, _ = dense_loss(folder, rows["rows"], rows["segment_ids"])
-    np.testing.assert_allclose(losses[0], want, rtol=1e-5)
+    want, count = dense_loss(folder, rows["rows"], rows["segment_ids"])
+    np.testing.assert_allclose(records[0]["loss"], want, rtol=1e-5)
+    assert records[0]["targets"] == count
     words = f"--model {tmp_path / 'out/model'} --chat --system ab --prompt cd --max-new-tokens 5"
     assert generate.main(shlex.split(f"{words} --dtype float32 --mesh seq=2")) == 0
     assert "prompts of 7 tokens" in capsys.readouterr().err

@@ -89,6 +89,7 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert run.before.nll == pytest.approx(loss, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["targets"] == 19 + 30
     rate = metrics["learning_rate"]
     assert rate == pytest.approx(1e-2 / 3)
     # Adam's first step is the sign of the gradient, where that is well above epsilon; matrices also
@@ -132,6 +133,7 @@ def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, acc
     params, _, metrics = step(params, state, placed)
     assert float(metrics["loss"]) == pytest.approx(loss, rel=2e-3)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-2)
+    assert float(metrics["targets"]) == weight * accumulate * (19 + 30)
     for old, new, want in zip(
         *map(jax.tree.leaves, (start, nnx.to_pure_dict(params), grads)), strict=True
     ):
@@ -151,7 +153,8 @@ def test_steps_reduce_the_loss_in_donated_replicated_state():
     assert run.after.nll < run.before.nll - 0.5
     assert run.after.perplexity == pytest.approx(np.exp(run.after.nll))
     assert run.after.tokens == 2 * run.before.tokens
-    assert (run.empty["loss"], run.empty["grad_norm"]) == (0, 0)  # A batch without targets.
+    # A batch without targets.
+    assert [run.empty[name] for name in ("loss", "grad_norm", "targets")] == [0, 0, 0]
     schedule: Any = jax.jit(optimizer_of().schedule)
     rates = [float(schedule(jnp.int32(index))) for index in range(SMALL_STEPS)]
     assert [m["learning_rate"] for m in run.history] == pytest.approx(rates)

@@ -83,6 +83,8 @@ MUTANTS = [
      "tests/models/test_expert_parallelism.py -k exchanged"),
     ("burst_jax/models/experts/exchange.py", "map(send, lax.optimization_barrier(sent))",
      "map(send, sent)", "tests/models/test_expert_parallelism.py -k exchanged"),
+    ("burst_jax/serving/fused_delta_net.py", "first += math.prod(shape)", "first += shape[0]",
+     "tests/serving/test_delta_net_serving.py -k equals_whole"),
     ("burst_jax/serving/fused_qkv.py", "fuse_norms and not biased", "fuse_norms",
      "tests/serving/test_serving.py -k equals_whole"),
     ("burst_jax/models/hf/config.py", "if key not in family.known}", "if True}", HF_CONFIGS),

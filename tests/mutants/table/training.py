@@ -26,7 +26,7 @@ MUTANTS = [
      "weights * (1 + options.z_loss * lse)", "tests/training/test_loss.py"),
     ("burst_jax/training/step.py", "donate_argnums=(0, 1)", "donate_argnums=(0,)",
      "tests/training/test_step.py"),
-    ("burst_jax/training/step.py", "count = jnp.where(count == 0, 1.0, count)", "pass",
+    ("burst_jax/training/step.py", "jnp.where(targets == 0, 1.0, targets)", "targets",
      "tests/training/test_step.py"),
     ("burst_jax/training/step.py", "if scale != 1:", "if False:",
      "tests/training/test_step.py -k float16_trains"),
