@@ -103,9 +103,9 @@ def _of_kernel(kernel: str, code: list[_Instruction]) -> list[Overwritten]:
     return list(found.values())
 
 
-def _target(instruction: _Instruction) -> str | None:
+def _target(instruction: _Instruction) -> str:
     found = re.search(r"`\((\.L_\w+)\)", instruction.text)
-    return found[1] if found and instruction.name.startswith("BRA") else None
+    return found[1] if found and instruction.name.startswith("BRA") else ""
 
 
 class _Flight(NamedTuple):
