@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_calls import compile_linear
-from register_operands import overwritten_operands
+from register_operands import wrong_operands
 
 from burst_jax import linear
 from pallas_kernels.linear.backend import Inputs
@@ -33,7 +33,7 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
     capfd.readouterr()
     compile_linear(operation, "h100")
     printed = "".join(capfd.readouterr())
-    assert not overwritten_operands(printed)
+    assert not wrong_operands(printed)
     seen = compiled.ptxas(printed)
     kernels = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
@@ -56,7 +56,7 @@ def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
     capfd.readouterr()
     compile_linear(operation, "h100", channels=True)
     printed = "".join(capfd.readouterr())
-    assert not overwritten_operands(printed)
+    assert not wrong_operands(printed)
     seen = compiled.ptxas(printed)
     kernels = "channel_operands", "output", "last", "states", "first_gradient", "channel_gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
@@ -81,7 +81,7 @@ def test_maps_fit(monkeypatch, capfd, jax_is):
         capfd.readouterr()
         compiled.compile_for(run, *arrays)
         printed = "".join(capfd.readouterr())
-        assert not overwritten_operands(printed)
+        assert not wrong_operands(printed)
         return compiled.ptxas(printed)
 
     keys, gates = array(1, 448, 2, 128, dtype=jnp.bfloat16), array(1, 448, 2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from compiled_calls import compile_call, compile_grouped
 from local import tokens
-from register_operands import overwritten_operands
+from register_operands import wrong_operands
 
 import burst_jax
 from pallas_kernels import Mask, mosaic_sm90
@@ -52,7 +52,7 @@ def compile_one(
 def report(monkeypatch, capfd):
     """``report(...)``: what the assembler reports while :func:`compile_one` runs.
 
-    No product's operand is overwritten while it is in flight.
+    Products' operands in registers are right.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
@@ -62,7 +62,7 @@ def report(monkeypatch, capfd):
         capfd.readouterr()
         compile_one(*args, **kwargs)
         printed = "".join(capfd.readouterr())
-        assert not overwritten_operands(printed)
+        assert not wrong_operands(printed)
         return compiled.ptxas(printed)
 
     return run

@@ -1,13 +1,15 @@
-"""Whether machine code overwrites registers that a product in flight still reads.
+"""Whether machine code gives a product what it reads in registers.
 
-The left operand of a Hopper matrix product may be registers, which may not change before the
-product has been waited for. ptxas before CUDA 13.3 breaks this rule where the next product needs
-a part of other numbers: results are then wrong now and then.
+The left operand of a Hopper matrix product may be registers. They must be written before it, and
+may not change before it has been waited for. ptxas before CUDA 13.3 moves the write of a constant
+behind the first of two products that read it: the first one reads what was in the register, or,
+if it is late enough, the constant.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -15,13 +17,22 @@ _LABEL = re.compile(r"^(\.L_\w+):")
 _ENTRY = re.compile(r"^(\w+)_mosaic_gpu_kernel:")
 # Their first operand is no register that they write.
 _WITHOUT_RESULT = frozenset(
-    ("ST", "STS", "STG", "STL", "STSM", "RED", "BAR", "SYNCS", "UTMALDG", "UTMASTG", "UBLKCP")
+    (
+        *("ST", "STS", "STG", "STL", "STSM", "RED", "BAR", "SYNCS", "UTMALDG", "UTMASTG", "UBLKCP"),
+        "HGMMA",
+    )
 )
 _LOADS = frozenset(("LD", "LDS", "LDG", "LDL", "LDC"))
+# They make a float32 number, where an operand has two of 16 bits.
+_FLOAT32 = frozenset(("FFMA", "FADD", "FMUL", "FMNMX", "MUFU", "I2F", "I2FP"))
 
 
-class Overwritten(NamedTuple):
-    """An operand that is overwritten too early: the kernel, the product, and what overwrites it."""
+class Wrong(NamedTuple):
+    """A wrong operand: the kernel, the product, and what wrote the register.
+
+    That is an instruction while the product is in flight, or the last one before it, if its result
+    is a float32 number.
+    """
 
     kernel: str
     product: str
@@ -35,8 +46,14 @@ class _Instruction(NamedTuple):
     label: str | None = None
 
     @property
+    def left_operand(self) -> range:
+        """The registers of a product's left operand; none for other instructions."""
+        found = re.match(r"R(\d+)", self.operands[1]) if self.name.startswith("HGMMA") else None
+        return range(int(found[1]), int(found[1]) + 4) if found else range(0)
+
+    @property
     def results(self) -> range:
-        """The registers that it writes."""
+        """The registers that it writes, but for a product's."""
         parts = self.name.split(".")
         if parts[0] in _WITHOUT_RESULT:
             return range(0)
@@ -59,7 +76,7 @@ def _width(parts: list[str]) -> int:
     return 2 if "WIDE" in parts or parts[0] in ("CS2R", "DADD", "DMUL", "DFMA") else 1
 
 
-def overwritten_operands(text: str) -> list[Overwritten]:
+def wrong_operands(text: str) -> list[Wrong]:
     """What is found in kernels that MOSAIC_GPU_DUMP_SASS=1 has printed.
 
     Raises:
@@ -85,22 +102,39 @@ def _kernels(text: str) -> dict[str, list[_Instruction]]:
     return kernels
 
 
-def _of_kernel(kernel: str, code: list[_Instruction]) -> list[Overwritten]:
+def _of_kernel(kernel: str, code: list[_Instruction]) -> list[Wrong]:
+    pairs = dict.fromkeys([*_overwritten(code), *_unwritten(code)])
+    return [Wrong(kernel, *pair) for pair in pairs]
+
+
+def _unwritten(code: list[_Instruction]) -> Iterator[tuple[str, str]]:
+    """Products and what wrote their operands last, where that is no operand."""
+    last: dict[int, _Instruction] = {}
+    for instruction in code:
+        for register in instruction.left_operand:
+            by = last.get(register)
+            if by is not None and by.name.split(".")[0] in _FLOAT32:
+                yield instruction.text, by.text
+        last.update(dict.fromkeys(instruction.results, instruction))
+
+
+def _overwritten(code: list[_Instruction]) -> list[tuple[str, str]]:
+    """Products and what overwrites their operands while they are in flight."""
     places = {x.label: i for i, x in enumerate(code) if x.label}
-    found: dict[tuple[str, str], Overwritten] = {}
+    found: dict[tuple[str, str], None] = {}
 
     def scan(first: int, last: int, flight: _Flight) -> None:
         """Follows ``code[first:last]``, and loops once more."""
         for i in range(first, last):
             instruction = code[i]
             for product in flight.pass_by(instruction):
-                found[product, instruction.text] = Overwritten(kernel, product, instruction.text)
+                found[product, instruction.text] = None
             target = places.get(_target(instruction), last)
             if target < i and first == 0 and flight:
                 scan(target, i, flight.copy())
 
     scan(0, len(code), _Flight([], {}))
-    return list(found.values())
+    return list(found)
 
 
 def _target(instruction: _Instruction) -> str:
@@ -130,9 +164,7 @@ class _Flight(NamedTuple):
         """The products whose operands the instruction overwrites."""
         operands = instruction.operands
         if instruction.name.startswith("HGMMA"):
-            if left := re.match(r"R(\d+)", operands[1]):
-                registers = range(int(left[1]), int(left[1]) + 4)
-                self.group.update(dict.fromkeys(registers, instruction.text))
+            self.group.update(dict.fromkeys(instruction.left_operand, instruction.text))
             if operands[-1] == "gsb0":
                 self.groups.append(dict(self.group))
                 self.group.clear()

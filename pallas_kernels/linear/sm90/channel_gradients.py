@@ -291,21 +291,24 @@ def _end_gradient(memory: _Memory, half: Any, of_tokens: jax.Array) -> None:
 
 
 def _sums_of_rows(memory: _Memory, half: Any, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """``weights x``, with 16 bits of x: two products of bfloat16."""
+    """``weights x``, with 16 bits of x: two products of bfloat16.
+
+    The weights go through shared memory, where states have been read. As constants in registers,
+    ptxas before CUDA 13.3 gives some of them to the second product alone.
+    """
     buffers = [memory.scaled.at[2 * half + i] for i in range(2)]
+    of_weights = memory.states.at[half].at[pl.ds(0, CHUNK)]
     large = x.astype(jnp.bfloat16)
     warpgroup_barrier()  # What other threads read here they have read.
     buffers[0][...] = large
     buffers[1][...] = (x - large.astype(jnp.float32)).astype(jnp.bfloat16)
+    of_weights[...] = weights
     proxy_fence()
     warpgroup_barrier()
 
     def run(acc: Any) -> jax.Array:
         for buffer in buffers:
-            plgpu.wgmma(acc, weights, buffer)
-            # ptxas before CUDA 13.3 computes the next product's weights in registers that this one
-            # may still have to read.
-            plgpu.wgmma_wait(0)
+            plgpu.wgmma(acc, of_weights, buffer)
         return plgpu.wgmma_accumulator_load(acc)
 
     return pl.run_scoped(run, accumulator(CHANNELS))
