@@ -167,19 +167,23 @@ class _Worker:
 
     def _answer(self, seconds: float) -> str:
         """What the process answers: "" or what is wrong."""
-        # Closes the pipe that is read.
-        timer = threading.Timer(seconds, self._process.kill)
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self._process.kill()  # Closes the pipe that is read.
+
+        timer = threading.Timer(seconds, end)
         timer.start()
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        in_time = timer.is_alive()
         timer.cancel()
         if line:
             answer = json.loads(line)
             self.is_alive = answer["goes_on"]
             return answer["error"]
         self.is_alive = False
-        if not in_time:
+        if is_late.is_set():
             return f"it took more than {seconds:.0f} s"
         status = self._process.wait()
         self._log.seek(0)
