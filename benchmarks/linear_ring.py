@@ -25,10 +25,11 @@ from burst_jax.command_line import integer
 from burst_jax.layouts.parse import parse_layout
 from burst_jax.linear.exchange import arriving
 from burst_jax.linear.runs import DeviceRuns, device_runs
+from pallas_kernels.linear.sm90.operation import MOSAIC_SM90
 
 ONE = "one GPU"
 EXCHANGE = "exchange of maps"
-_IMPLEMENTATION = "mosaic_sm90"
+_IMPLEMENTATION = MOSAIC_SM90.name
 
 
 class Sizes(NamedTuple):
@@ -63,12 +64,12 @@ def program(layout: str, mesh: Mesh, *, backward: bool) -> Callable[..., Any]:
 
 
 def exchange(layout: str, mesh: Mesh, sizes: Sizes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The exchange alone, and its arrays."""
+    """The exchange of whole runs' maps alone, and its arrays."""
     runs = device_runs(parse_layout(layout), ("seq",), mesh.size, "this benchmark")
     assert isinstance(runs, DeviceRuns)
 
     def run(rows: Any) -> Any:
-        return arriving(runs, rows)[0]
+        return arriving(runs, rows, compose=MOSAIC_SM90.compose)[0]
 
     shape = mesh.size * runs.count, sizes.heads, 2 * HEAD_DIM, HEAD_DIM
     spread = NamedSharding(mesh, P("seq"))

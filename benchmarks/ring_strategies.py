@@ -101,7 +101,7 @@ class Strategy:
         out, vjp = jax.vjp(lambda *arrays: self.attend(*arrays, *packing), q, k, v)
         return out, *vjp(self.cotangents(do))
 
-    # By identity: a static argument of jax.jit.
+    # By identity: jax.jit hashes its bound methods.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:

@@ -46,7 +46,7 @@ def max_logits(
     maxima, but a query's largest logit is at most its lse, so the largest of all is looked for
     among queries with large lse: the largest of each of ``rows`` blocks of a sequence, for each
     head. Their logits are computed again: ``2 B N rows S H`` operations, ``rows / T`` of the causal
-    forward pass's. Over several devices one all-gather sends the rows.
+    forward pass's. Over several devices one all-gather sends the rows, at least one of each.
 
     Args:
       query: ``[B, T, N, H]``, as in the call of :func:`burst_jax.burst_attention`.

@@ -50,8 +50,9 @@ from pallas_kernels.linear.head_dims import value_parts
 _CTAS_PER_CHAIN = 2
 _SMS = {"fused": 132, "reordered": 108}
 # Seconds of a collective of few bytes, and of the products that compose maps: an exchange by one
-# gather takes 0.10 to 0.12 ms over two H200, 0.02 of it at the rate of the interconnect
-# (docs/linear.md). Two all-to-alls, and permutes, were not measured.
+# gather takes 0.10 to 0.15 ms over two H200, 0.02 of it at the rate of the interconnect
+# (docs/linear.md). Two all-to-alls, and permutes, were not measured. Runs that kernels scan in
+# parts are planned as whole ones, which take longer.
 _LATENCY = 50e-6
 # Bytes that the operations around the kernels (convolutions, SiLU, norms, the output's gate) read
 # and write per feature of the convolutions and of the gated output, forward, and backward with

@@ -24,9 +24,9 @@ from pallas_kernels.backend import Dkv, DqAccumulator
 from pallas_kernels.device import Target
 from pallas_kernels.inputs import Carry, PerHead, Side
 
-# Scores of all devices and steps up to which their tile bounds are computed while tracing, of 2^22
-# tiles of 128 x 128 in less than a second.
-_MOST_KNOWN_SCORES = 2**36
+# Up to so many scores of all devices and steps, 2^22 tiles of 128 x 128, and so many pairs of a
+# device and a step tile bounds are computed while tracing, in less than a second.
+_MOST_KNOWN_SCORES, _MOST_KNOWN_STEPS = 2**36, 256
 
 
 def local_implementation(
@@ -216,7 +216,8 @@ class Gradients:
         self.per_head: PerHead = {}
         run = implementation.backward if accumulator is None else accumulator.add
         assert run is not None  # resolve(backward=True) checks it
-        # Traced and lowered once for all calls with equal shapes, not once per call.
+        # Traced and lowered once for all calls with equal shapes and kinds of bounds (whole, or one
+        # of two halves), not once per call.
         self._run = jax.jit(functools.partial(run, spec=spec, out_dtype=out_dtype))
 
     def __call__(
@@ -292,8 +293,11 @@ def _known_tables(
     A launch that reads them replaces several that compute them. None if they depend on more than
     the layout, or if there are too many.
     """
-    scores = inputs.q_length * inputs.kv_length * route.size * len(route.offsets)
-    if scores > _MOST_KNOWN_SCORES or inputs.query.token_arrays or inputs.kv.token_arrays:
+    steps = route.size * len(route.offsets)
+    scores = inputs.q_length * inputs.kv_length * steps
+    if scores > _MOST_KNOWN_SCORES or steps > _MOST_KNOWN_STEPS:
+        return None
+    if inputs.query.token_arrays or inputs.kv.token_arrays:
         return None
     of_one = jax.tree.leaves(bounds_of(route.local, block, 0))
     if not all(isinstance(x, np.ndarray) for x in of_one):

@@ -16,13 +16,19 @@ from benchmarks.__main__ import main
 NO_CLOCK = SimpleNamespace(between=lambda *_: (1500.0, 600.0))
 
 
-def test_rows_of_both_programs(monkeypatch, capsys, tmp_path):
+SMALL = "--heads 4 --kv-heads 2 --head-dim 8 --rows 3 --turns 1 --seconds 0.01"
+
+
+@pytest.fixture
+def on_cpus(monkeypatch):
     monkeypatch.setattr(max_logits, "require_gpus", lambda *_: None)
     monkeypatch.setattr(max_logits, "Clock", lambda: contextlib.nullcontext(NO_CLOCK))
     monkeypatch.setattr(max_logits, "_CHECKED", 48)
+
+
+def test_rows_of_both_programs(on_cpus, capsys, tmp_path):
     path = tmp_path / "a.json"
-    small = "--heads 4 --kv-heads 2 --head-dim 8 --rows 3 --turns 1 --seconds 0.01"
-    main(f"max-logits --lengths 64 {small} --json {path}".split())
+    main(f"max-logits --lengths 64 {SMALL} --json {path}".split())
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["length"], row["rows"]) == (64, 3)
     assert row["us"] == pytest.approx(1e3 * (row["ms_with"] - row["ms"]))
@@ -30,7 +36,15 @@ def test_rows_of_both_programs(monkeypatch, capsys, tmp_path):
     assert f"{row['ms']:10.3f}{row['ms_with']:10.3f}" in capsys.readouterr().out
 
 
-def test_wrong_bounds_are_not_timed(monkeypatch):
+def test_wrong_bounds_end_the_benchmark(monkeypatch, on_cpus, capsys):
+    monkeypatch.setattr(max_logits, "is_right", lambda *_: False)
+    monkeypatch.setattr(max_logits, "measure", None)
+    with pytest.raises(SystemExit):
+        main(f"max-logits --lengths 64 {SMALL}".split())
+    assert "bounds" in capsys.readouterr().err
+
+
+def test_wrong_bounds_are_found(monkeypatch):
     monkeypatch.setattr(max_logits, "_CHECKED", 48)
     shape, mesh = max_logits.Shape(48, 2, 1, 8, rows=3), mesh_of(seq=1)
     found = shape.program(mesh, measures=True)(*shape.arrays())[2]

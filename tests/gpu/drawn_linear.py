@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +33,7 @@ from repeated import run_repeatedly
 
 import burst_jax
 from burst_jax import linear
+from pallas_kernels.linear.sm90 import operation, scan
 
 # Relative, Euclidean, of results in bfloat16 with products of bfloat16; or so many times the error
 # of plain JAX on one device, with the same roundings. Beta's gradient sums products of two rounded
@@ -56,6 +60,8 @@ class Draw:
       edges: whether some gates are 0 or very large.
       channels: whether there is a decay per key channel.
       dims: H and Hv.
+      parts: whether kernels scan runs in parts as short as a chunk, as they do long runs.
+      chains: whether two chains of a map have a CTA, as with more heads than these.
     """
 
     index: int
@@ -69,6 +75,8 @@ class Draw:
     edges: bool
     channels: bool
     dims: tuple[int, int]
+    parts: bool
+    chains: bool
 
     @property
     def length(self) -> int:
@@ -100,6 +108,8 @@ def draw(index: int, devices: int, head_dim: int | None = None) -> Draw:
         edges=bool(rng.integers(2)),
         channels=bool(rng.integers(2)),
         dims=_dims(rng) if head_dim is None else (head_dim, head_dim),
+        parts=index % 3 > 0,
+        chains=index % 5 < 2,
     )
 
 
@@ -149,6 +159,18 @@ def arguments_of(drawn: Draw, case: linear_cases.Case, mesh: Mesh) -> tuple[Any,
     return arrays, place(case.start), do, place(case.dlast), ids
 
 
+@contextlib.contextmanager
+def forms_of(drawn: Draw) -> Iterator[None]:
+    """Hopper's kernels have the forms of large calls."""
+    with contextlib.ExitStack() as patches:
+        if drawn.parts:
+            least = {"LEAST_PART": 1, "LEAST_CHANNEL_PART": 1}
+            patches.enter_context(mock.patch.multiple(operation, **least))
+        if drawn.chains:
+            patches.enter_context(mock.patch.object(scan, "num_sms", return_value=1))
+        yield
+
+
 class Check:
     """A draw whose program is being compiled."""
 
@@ -157,7 +179,8 @@ class Check:
         mesh = Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
         self.drawn, self.case, self.began = drawn, case_of(drawn), time.perf_counter()
         self._arguments = arguments_of(drawn, self.case, mesh)
-        lowered = jax.jit(call_of(drawn, mesh, implementation)).lower(*self._arguments)
+        with forms_of(drawn):
+            lowered = jax.jit(call_of(drawn, mesh, implementation)).lower(*self._arguments)
         options: Any = burst_jax.compiler_options()
         self._program = pool.submit(lowered.compile, compiler_options=options)
 

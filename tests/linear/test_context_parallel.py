@@ -109,11 +109,13 @@ def test_a_decay_per_channel():
 )
 def test_runs_in_parts(monkeypatch, n, layout, parts):
     """As kernels of few heads scan them; documents and the initial state lead through the parts."""
-    in_parts = dataclasses.replace(XLA, parts=lambda inputs: parts)
+    asked = []
+    in_parts = dataclasses.replace(XLA, parts=lambda inputs: asked.append(inputs) or parts)
     monkeypatch.setattr(choice, "XLA", in_parts)
     case, want = case_of("documents", 240), truth_of("documents", 240)
     for name, result in calls.results(calls.on_mesh(n, layout), case, n, layout).items():
         assert linear_cases.error(result, want[name]) < 3e-5, name
+    assert asked  # No program of another test was taken.
 
 
 def drawn(seed):

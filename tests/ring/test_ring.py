@@ -256,15 +256,18 @@ def test_each_step_of_a_ring_has_a_name():
         assert f'"burst_{direction}/' in names  # The function that the steps call.
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypatch, layout):
+@pytest.mark.parametrize(
+    ("layout", "limit"),
+    [("contiguous", "_MOST_KNOWN_SCORES"), ("zigzag", "_MOST_KNOWN_STEPS")],
+)
+def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypatch, layout, limit):
     """Every shard has several tiles."""
     mesh, length = mesh_of(outer=2, inner=2), 4096
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, length, 1, 8))
     tables, results, of = [], [], local._known_tables
     monkeypatch.setattr(local, "_known_tables", lambda *x: tables.append(of(*x)) or tables[-1])
-    for most in (local._MOST_KNOWN_SCORES, 0):
-        monkeypatch.setattr(local, "_MOST_KNOWN_SCORES", most)
+    for most in (getattr(local, limit), 0):
+        monkeypatch.setattr(local, limit, most)
         jax.clear_caches()
         attend = functools.partial(
             burst_jax.burst_attention, mesh=mesh, seq_axis=("outer", "inner"), layout=layout,

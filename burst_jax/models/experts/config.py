@@ -94,7 +94,7 @@ class Experts:
         if self.capacity_factor is not None:
             check_positive("capacity_factor", self.capacity_factor, also=", or None")
         for name in ("balance_loss", "z_loss"):
-            check_coefficient(name, getattr(self, name))
+            object.__setattr__(self, name, check_coefficient(name, getattr(self, name)))
 
     def _check_groups(self) -> None:
         """Raises ValueError for groups that do not fit the experts."""

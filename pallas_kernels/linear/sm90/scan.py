@@ -17,6 +17,7 @@ token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -235,7 +236,8 @@ def scan_cta(
     Args:
       mode: what is computed.
       scale: of q k.
-      place: the CTA's part, in the order of the CTAs.
+      place: the CTA's part, in the order of the CTAs; with two chains, which have two parts each,
+        its columns are those of no chain.
       given: global memory.
       columns: o or U ``[B, T, N, 128]``, or None.
       states: the states before all pairs of chunks, or None.
@@ -243,7 +245,7 @@ def scan_cta(
       memory: shared memory.
       wait: ``wait(step)`` waits until X and P of a step are in global memory; None if all are.
     """
-    b, h, key_head, _ = place
+    b, h, *_ = place
     _, _, all_chunks, _ = given.sizes
     first = 0 if given.first is None else given.first[b, h]
     chunks, channels = all_chunks - first, given.through is not None
@@ -253,30 +255,8 @@ def scan_cta(
         return pl.ds((first + step) * CHUNK, CHUNK)
 
     def start(step, stage):
-        at = tokens(step)
-        arrived = memory.arrived.at[stage]
-        copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
-        if channels:
-            copy_to_cluster(given.k_out.at[b, at, key_head], memory.k_out.at[stage], arrived)
-            through = given.through.at[b, h, first + step]
-            plgpu.copy_gmem_to_smem(through, memory.through.at[stage], arrived)
-        else:
-            vectors = given.vectors.at[b, h, first + step, pl.ds(INTO, SCANNED)]
-            plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
-        if mode is Mode.OUTPUT:
-            copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
-        if chains == 1:
-            values = given.v.at[b, at, h, place.values]
-            plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
-        else:  # The columns of all values, of which the chains of M have no use.
-            for i in range(PARTS):
-                values = given.v.at[b, at, h, pl.ds(i * CHUNK, CHUNK)]
-                copy_to_cluster(values, memory.v.at[stage * PARTS + i], arrived)
-        if wait is not None:
-            wait(step)
-        copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
-        if given.p is not None:
-            copy_to_cluster(given.p.at[b, h, at], memory.p.at[stage], arrived)
+        ready = None if wait is None else functools.partial(wait, step)
+        _start_copies(mode, place, given, memory, first + step, stage, ready)
 
     results, scores = [], None
     if mode is Mode.OUTPUT and given.p is None:
@@ -323,6 +303,42 @@ def scan_cta(
     else:
         pl.when(warpgroup == 0)(chain)
         pl.when(warpgroup == 1)(copies)
+
+
+def _start_copies(
+    mode: Mode,
+    place: Place,
+    given: ScanInputs,
+    memory: ScanMemory,
+    chunk: Any,
+    stage: Any,
+    wait: Callable[[], None] | None,
+) -> None:
+    """Starts the copies of a chunk to a stage; ``wait`` waits for X and P."""
+    b, h, key_head, _ = place
+    at, arrived = pl.ds(chunk * CHUNK, CHUNK), memory.arrived.at[stage]
+    copy_to_cluster(given.k.at[b, at, key_head], memory.k.at[stage], arrived)
+    if given.through is not None:
+        copy_to_cluster(given.k_out.at[b, at, key_head], memory.k_out.at[stage], arrived)
+        through = given.through.at[b, h, chunk]
+        plgpu.copy_gmem_to_smem(through, memory.through.at[stage], arrived)
+    else:
+        vectors = given.vectors.at[b, h, chunk, pl.ds(INTO, SCANNED)]
+        plgpu.copy_gmem_to_smem(vectors, memory.vectors.at[stage], arrived)
+    if mode is Mode.OUTPUT:
+        copy_to_cluster(given.q.at[b, at, key_head], memory.q.at[stage], arrived)
+    if memory.chains == 1:
+        values = given.v.at[b, at, h, place.values]
+        plgpu.copy_gmem_to_smem(values, memory.v.at[stage], arrived)
+    else:  # The columns of all values, of which the chains of M have no use.
+        for i in range(PARTS):
+            values = given.v.at[b, at, h, pl.ds(i * CHUNK, CHUNK)]
+            copy_to_cluster(values, memory.v.at[stage * PARTS + i], arrived)
+    if wait is not None:
+        wait()
+    copy_to_cluster(given.x.at[b, h, at], memory.x.at[stage], arrived)
+    if given.p is not None:
+        copy_to_cluster(given.p.at[b, h, at], memory.p.at[stage], arrived)
 
 
 def times(x: jax.Array, factors: Any) -> jax.Array:

@@ -8,12 +8,17 @@ LINEAR_RING = "tests/linear/test_context_parallel.py -k edges"
 LINEAR_EXCHANGE = "tests/linear/test_exchange.py"
 LINEAR_XLA = "tests/pallas_kernels/test_linear_xla.py"
 LINEAR_DIMS = "tests/pallas_kernels/test_linear_head_dims.py"
+LINEAR_PARTS = "tests/pallas_kernels/test_linear_parts.py"
 DIMS = "pallas_kernels/linear/head_dims.py"
 LINEAR_SM90 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm90'"
 LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and channel'"
 LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
 
 MUTANTS = [
+    ("pallas_kernels/linear/sm90/operation.py", "2 * found * ctas <= num_sms()", "2 * found * ctas < num_sms()", LINEAR_PARTS),
+    ("pallas_kernels/linear/sm90/operation.py", "if chunks % (2 * found) or chunks", "if chunks", LINEAR_PARTS),
+    ("pallas_kernels/linear/sm90/operation.py", "least, found = LEAST_CHANNEL_PART if has_channels else LEAST_PART, 1",
+     "least, found = LEAST_PART, 1", LINEAR_PARTS),
     ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
      "return first, last", TAILS),
     ("burst_jax/linear/convolution.py", "jnp.flip(jnp.cumsum(jnp.flip(begins, 1), 1), 1) == begins",
