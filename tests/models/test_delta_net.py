@@ -363,10 +363,10 @@ def test_what_is_for_softmax_attention_raises(tmp_path):
         ValueError, match=r"prefix_lengths is given, and layers have linear attention"
     ):
         jax.eval_shape(lambda x, lengths: model(x, x, None, lengths), tokens, lengths)
-    with pytest.raises(
-        NotImplementedError, match=r"delta_net has head_dim 6 and value_head_dim 8: "
-    ):
-        plan.training(CONFIG, length=1024, batch=8)
+    assert CONFIG.delta_net is not None
+    wide = dataclasses.replace(CONFIG.delta_net, head_dim=192)
+    with pytest.raises(NotImplementedError, match="delta_net has head_dim 192: "):
+        plan.training(dataclasses.replace(CONFIG, delta_net=wide), length=1024, batch=8)
     with pytest.raises(NotImplementedError, match=r"no model family .* has the architecture of"):
         save_model(model, tmp_path, max_length=64)
     striped = abstract_decoder(CONFIG, mesh=mesh, layout="striped")

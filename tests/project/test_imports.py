@@ -110,7 +110,7 @@ except AttributeError as error:
     modules, error = ran.stdout.splitlines()
     imported = modules.split()
     assert "pallas_kernels.choice" in imported
-    assert len(imported) < 85, imported
+    assert len(imported) <= 85, imported
     own = [name for name in imported if name.startswith(("burst_jax", "pallas_kernels"))]
     assert len(imported) - len(own) < 5, imported
     lazy = ("mosaic", "linear", "data", "models", "plan", "serving", "training", "verify")
