@@ -6,7 +6,8 @@ With ``--implementation`` the tests of local attention run compiled, on the GPU:
 
 import os
 
-# NumPy reads it when it is imported. Its threads wait for their next product in a busy loop.
+# NumPy's other threads wait for their next product in a busy loop. NumPy reads this when it is
+# imported; workers and subprocesses inherit it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import collections
@@ -15,14 +16,11 @@ import pathlib
 import re
 from typing import Any
 
-# NumPy's other threads wait for their next product in a busy loop. NumPy reads this when it is
-# imported; workers and subprocesses inherit it.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 import compiled_programs as compiled
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from register_operands import wrong_operands
 
 from pallas_kernels import REFERENCE, XLA, choice
 
@@ -131,6 +129,25 @@ def _compile_quickly(request):
     compile_quickly(for_gpu)
     yield
     compile_quickly()
+
+
+@pytest.fixture
+def assembled(monkeypatch, capfd):
+    """``assembled(run, ...)``: what the assembler reports while ``run(...)`` compiles for an H100.
+
+    Products' operands in registers are right.
+    """
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+
+    def report(run, *args, **kwargs):
+        capfd.readouterr()
+        run(*args, **kwargs)
+        printed = "".join(capfd.readouterr())
+        assert not wrong_operands(printed)
+        return compiled.ptxas(printed)
+
+    return report
 
 
 @pytest.fixture

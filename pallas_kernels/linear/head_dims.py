@@ -68,7 +68,7 @@ def with_head_dims(kernels: Implementation) -> Implementation:
         return heads.merged_gradients(made)
 
     def parts(inputs: Inputs) -> int:
-        return kernels.parts(_Heads.of(inputs).padded(inputs))
+        return kernels.parts(jax.eval_shape(_Heads.of(inputs).padded, inputs))
 
     def compose(
         rows: jax.Array, order: Any, wanted: tuple[int, int], start: jax.Array | None = None

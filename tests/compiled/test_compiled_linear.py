@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled_calls import compile_linear
-from register_operands import wrong_operands
 
 from burst_jax import linear
 from pallas_kernels.linear.backend import Inputs
@@ -25,16 +25,10 @@ HEADS, KEY_HEADS = 4, 2
 @pytest.mark.parametrize(
     "jax_is", [pytest.param("oldest", marks=pytest.mark.hopper_kernels), "newest"]
 )
-def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
+def test_kernels_fit_in_the_registers(assembled, jax_is):
     """Two warpgroups have 255 registers each, with any JAX."""
     del jax_is
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
-    capfd.readouterr()
-    compile_linear(operation, "h100")
-    printed = "".join(capfd.readouterr())
-    assert not wrong_operands(printed)
-    seen = compiled.ptxas(printed)
+    seen = assembled(compile_linear, operation, "h100")
     kernels = "inverses", "output", "forward", "last", "states", "first_gradient", "gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert (seen.stack, seen.spills) == (0, 0)
@@ -48,16 +42,10 @@ def test_kernels_fit_in_the_registers(monkeypatch, capfd, jax_is):
         pytest.param("newest", marks=pytest.mark.slow),
     ],
 )
-def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
+def test_kernels_of_decays_per_channel_fit(assembled, jax_is):
     """The gradients' kernel alone spills, once per chunk: it has 8,000 instructions for it."""
     del jax_is
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
-    capfd.readouterr()
-    compile_linear(operation, "h100", channels=True)
-    printed = "".join(capfd.readouterr())
-    assert not wrong_operands(printed)
-    seen = compiled.ptxas(printed)
+    seen = assembled(compile_linear, operation, "h100", channels=True)
     kernels = "channel_operands", "output", "last", "states", "first_gradient", "channel_gradients"
     assert seen.kernels == {f"gated_delta_rule_{name}" for name in kernels}
     assert seen.stack <= 700
@@ -66,24 +54,16 @@ def test_kernels_of_decays_per_channel_fit(monkeypatch, capfd, jax_is):
 @pytest.mark.parametrize(
     "jax_is", [pytest.param("oldest", marks=pytest.mark.hopper_kernels), "newest"]
 )
-def test_maps_fit(monkeypatch, capfd, jax_is):
+def test_maps_fit(monkeypatch, assembled, jax_is):
     """Two chains of a map in a CTA, and the composition, which spills once per map."""
     del jax_is
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     monkeypatch.setattr(scan, "num_sms", lambda: 1)
     mesh = compiled.gpu_mesh("h100", 1)
 
     def array(*shape: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P()))
 
-    def read(run, *arrays):
-        capfd.readouterr()
-        compiled.compile_for(run, *arrays)
-        printed = "".join(capfd.readouterr())
-        assert not wrong_operands(printed)
-        return compiled.ptxas(printed)
-
+    read = functools.partial(assembled, compiled.compile_for)
     keys, gates = array(1, 448, 2, 128, dtype=jnp.bfloat16), array(1, 448, 2)
     for decays in (gates, array(1, 448, 2, 128)):
         inputs, start = Inputs(keys, keys, keys, decays, gates), array(1, 2, 128, 128)

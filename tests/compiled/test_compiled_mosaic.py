@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from compiled_calls import compile_call, compile_grouped
 from local import tokens
-from register_operands import wrong_operands
 
 import burst_jax
 from pallas_kernels import Mask, mosaic_sm90
@@ -49,23 +49,10 @@ def compile_one(
 
 
 @pytest.fixture
-def report(monkeypatch, capfd):
-    """``report(...)``: what the assembler reports while :func:`compile_one` runs.
-
-    Products' operands in registers are right.
-    """
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+def report(monkeypatch, assembled):
+    """``report(...)``: what the assembler reports while :func:`compile_one` runs."""
     monkeypatch.setattr(row_intervals, "LEAST_ROWS_WITH_INTERVALS", 0)
-
-    def run(*args, **kwargs):
-        capfd.readouterr()
-        compile_one(*args, **kwargs)
-        printed = "".join(capfd.readouterr())
-        assert not wrong_operands(printed)
-        return compiled.ptxas(printed)
-
-    return run
+    return functools.partial(assembled, compile_one)
 
 
 CLUSTER = MosaicConfig(128, 128, 2, cluster=2, v_stages=3, split_softmax=True)

@@ -53,7 +53,7 @@ def test_a_wait_leaves_the_youngest_groups():
 
 
 def test_a_loop_overwrites_operands_of_its_last_step():
-    """The product is after what overwrites its operand, and in flight when the loop goes on."""
+    """The product is after what overwrites its operand, and in flight when the next step begins."""
     loop = ".L_x_1:", "MOV R142, R0", PRODUCT, "@P0 BRA `(.L_x_1)", WAIT
     (found,) = wrong_operands(printed(*loop))
     assert found.by == "0010 MOV R142, R0"
