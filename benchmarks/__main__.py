@@ -11,7 +11,7 @@ from burst_jax.command_line import Parser, Unusable
 BENCHMARKS = (
     *("kernels", "ring", "packed", "train", "loss", "serve"),
     *("decode", "decode_step", "ampere", "flash", "versions", "modifiers"),
-    *("max_logits", "linear", "linear_ring", "plan", "plot"),
+    *("max_logits", "linear", "linear_ring", "plan", "plot", "export", "exported"),
 )
 
 
