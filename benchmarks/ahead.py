@@ -65,9 +65,7 @@ class Argument(NamedTuple):
 
     def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """For lowering."""
-        return jax.ShapeDtypeStruct(
-            self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec)
-        )
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
 
     def put(self, mesh: Mesh, seed: int) -> jax.Array:
         """Its values on a mesh of devices that are here."""

@@ -23,6 +23,7 @@ from benchmarks.kernel_cases import Case
 from benchmarks.linear import BOTH, BOTH_FLOPS, FORWARD, FORWARD_FLOPS
 from benchmarks.train import SHAPES
 from burst_jax.command_line import Unusable, integer
+from burst_jax.parallel.rules import ShardingRules
 from burst_jax.training import abstract_train_state, make_batch, make_optimizer, make_train_step
 from burst_jax.training import step as training_step
 
@@ -84,14 +85,13 @@ def _strategy(case: Case, name: str, strategy: ring_strategies.Strategy) -> Iter
         return strategy.both(q, k, v, do, *jax.tree.unflatten(structure, leaves))
 
     share = strategy.copies / strategy.mesh.size
-    overlaps = bool(strategy.options)
     for what, run, given, flops in (
         ("forward", attend, arrays[:3], case.flops()),
         ("both", both, arrays, case.flops_with_gradients()),
     ):
         yield Ahead(
             f"ring {case.name}, {what}", name, strategy.mesh, run, [*given, *packed],
-            flops=share * flops, overlaps=overlaps,
+            flops=share * flops, overlaps=name != ring_strategies.ALL_ALONE,
         )  # fmt: skip
 
 
@@ -114,9 +114,7 @@ def packed_rings(devices: Devices) -> Iterator[Ahead]:
 
 def _rule_arguments(length: int, heads: int, channels: bool, dims: tuple[int, int]) -> Any:
     spread, (head_dim, value_dim) = P(None, "seq"), dims
-    keys = Argument(
-        (1, length, heads, head_dim), jnp.bfloat16, spread, Values(high=head_dim**-0.5)
-    )
+    keys = Argument((1, length, heads, head_dim), jnp.bfloat16, spread, Values(high=head_dim**-0.5))
     values = Argument((1, length, heads, value_dim), jnp.bfloat16, spread)
     decays = (1, length, heads, head_dim) if channels else (1, length, heads)
     return [
@@ -127,9 +125,7 @@ def _rule_arguments(length: int, heads: int, channels: bool, dims: tuple[int, in
     ]  # fmt: skip
 
 
-def linear_rings(
-    devices: Devices, *, channels: bool = False, heads: int = 32
-) -> Iterator[Ahead]:
+def linear_rings(devices: Devices, *, channels: bool = False, heads: int = 32) -> Iterator[Ahead]:
     """The gated delta rule over all GPUs and on one, with as many tokens per GPU."""
     form = "KDA" if channels else "GDN"
     for tokens in (16384, 65536):
@@ -137,7 +133,9 @@ def linear_rings(
         for place in (linear_ring.ONE, "contiguous", "zigzag"):
             mesh = devices.mesh((1,)) if place == linear_ring.ONE else devices.mesh()
             layout = "contiguous" if place == linear_ring.ONE else place
-            given = _rule_arguments(tokens * mesh.size, heads, channels, (linear_cases.HEAD_DIM,) * 2)
+            given = _rule_arguments(
+                tokens * mesh.size, heads, channels, (linear_cases.HEAD_DIM,) * 2
+            )
             for what, per_token in ((FORWARD, FORWARD_FLOPS), (BOTH, BOTH_FLOPS)):
                 backward = what == BOTH
                 yield Ahead(
@@ -179,11 +177,17 @@ def logits(devices: Devices) -> Iterator[Ahead]:
             )  # fmt: skip
 
 
-def _step(devices: Devices, shape: str, length: int, n: int) -> Ahead:
-    config = SHAPES[shape]
+def _step(
+    devices: Devices, shape: str, length: int, n: int, moment_dtype: Any = "float32", **changes: Any
+) -> Ahead:
+    """A training step; over several GPUs with sharded weights."""
+    config = dataclasses.replace(SHAPES[shape], **changes)
     mesh = devices.mesh((n,))
-    optimizer = make_optimizer(1e-4, 100)
-    graphdef, *state = abstract_train_state(config, optimizer, mesh, layout="zigzag")
+    optimizer = make_optimizer(1e-4, 100, moment_dtype=moment_dtype)
+    options: dict[str, Any] = {"layout": "zigzag"}
+    if n > 1:
+        options["rules"] = ShardingRules(data=None, fsdp=None, seq="seq", tensor=None)
+    graphdef, *state = abstract_train_state(config, optimizer, mesh, **options)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
     batch = make_batch(rows, layout="zigzag", num_shards=n)
     held, states = jax.tree.flatten(tuple(state))
@@ -234,6 +238,13 @@ def hybrid_steps(devices: Devices) -> Iterator[Ahead]:
             yield _step(devices, shape, length, 1)
 
 
+def large_steps(devices: Devices) -> Iterator[Ahead]:
+    """Training steps of Llama 3 8B over all GPUs."""
+    yield _step(
+        devices, "llama-3-8b", 65536, devices.count, moment_dtype="bfloat16", remat="selective"
+    )
+
+
 SUITES: dict[str, Callable[[Devices], Iterator[Ahead]]] = {
     "rings": rings,
     "packed": packed_rings,
@@ -242,6 +253,7 @@ SUITES: dict[str, Callable[[Devices], Iterator[Ahead]]] = {
     "linear": linear_dims,
     "logits": logits,
     "steps": hybrid_steps,
+    "8b": large_steps,
 }
 
 

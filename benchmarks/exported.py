@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
             (group, [(row, pool.submit(_compile, args.folder, row)) for row in members])
             for group, members in groups.items()
         ]
+        # Threads that compile would delay the calls of short programs.
+        wait(each for _, programs in compiling for _, each in programs)
         for group, programs in compiling:
             print(group, flush=True)
             record["rows"] += _timed(programs, args, clock)
@@ -106,9 +108,7 @@ def _timed(
         made[row["name"]] = {key: row[key] for key in ("group", "name", "devices", "flops")}
         made[row["name"]] |= {"gib": gib(program), "tokens": row["tokens"]}
     first: float | None = None
-    for name, turns in in_turns(
-        calls, turns=args.turns, seconds=args.seconds, clock=clock
-    ).items():
+    for name, turns in in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock).items():
         row = made[name]
         seconds = statistics.median(turn.seconds for turn in turns)
         first = seconds if first is None else first
@@ -123,5 +123,7 @@ def _timed(
             text += "" if peak is None else f" ({1e12 * row['tflops'] / peak:.1%} of the peak)"
         if row["tokens"]:
             text += f"  {row['tokens'] / seconds:9,.0f} tokens/s"
-        print(f"{text}  {row['gib']:.2f} GiB  {row['mhz']:.0f} MHz {row['watts']:.0f} W", flush=True)
+        print(
+            f"{text}  {row['gib']:.2f} GiB  {row['mhz']:.0f} MHz {row['watts']:.0f} W", flush=True
+        )
     return list(made.values())
