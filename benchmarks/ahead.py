@@ -138,20 +138,23 @@ class Ready(NamedTuple):
     arguments: Callable[[], list[jax.Array]]
 
 
-def described_mesh(target: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    """A mesh of GPUs of one host that are not here.
+def described_mesh(
+    target: str, shape: tuple[int, ...], names: tuple[str, ...], *, hosts: int = 1
+) -> Mesh:
+    """A mesh of GPUs that are not here.
 
     Args:
       target: "a100", "h100" or "h200".
       shape: sizes of the axes.
       names: names of the axes.
+      hosts: of as many GPUs each.
     """
     description = resources.files(burst_jax) / "gpu_targets" / f"{target}.txtpb"
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description.read_text(), topology=f"1x1x{math.prod(shape)}"
-    )
-    devices = np.array(topology.devices).reshape(shape)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
+        platform="cuda", target_config=description.read_text(),
+        topology=f"1x{hosts}x{math.prod(shape) // hosts}",
+    )  # fmt: skip
+    return topologies.make_mesh(topology, shape, names)
 
 
 @contextlib.contextmanager
@@ -201,7 +204,7 @@ class Writer:
         }
         if arrays:
             held = io.BytesIO()
-            np.savez_compressed(held, **arrays)
+            np.savez_compressed(held, allow_pickle=False, **arrays)
             (self._folder / f"{file}.npz").write_bytes(held.getvalue())
         row = {
             "group": program.group, "name": program.name, "file": file, "jax": jax.__version__,

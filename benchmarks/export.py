@@ -207,7 +207,7 @@ def _step(
         params, optimizer_state = jax.tree.unflatten(states, leaves[: len(held)])
         batch = jax.tree.unflatten(batches, leaves[len(held) :])
         # Devices that are not here may not be named inside of a program.
-        with mock.patch.object(training_step, "_named_sharding", lambda _: None):
+        with mock.patch.object(training_step, "_named_sharding", return_value=None):
             *made, metrics = step._jit(params, optimizer_state)(params, optimizer_state, batch)
         return *jax.tree.leaves(tuple(made)), metrics["loss"], metrics["grad_norm"]
 

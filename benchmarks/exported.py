@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,12 +14,13 @@ import jax
 
 # Registers what compiled Mosaic kernels call.
 import jax.experimental.mosaic.gpu
+import jax.numpy as jnp
 
 from benchmarks import ahead
 from benchmarks.command_line import add_outputs, require_gpus, require_outputs
 from benchmarks.results import gib, save_json
 from benchmarks.turns import Clock, add_turns, in_turns
-from burst_jax.command_line import Unusable
+from burst_jax.command_line import Unusable, integer
 from burst_jax.parallel.peak import peak_flops
 
 _THREADS = 28
@@ -36,6 +38,26 @@ class _Call:
         return results[self._carried :]
 
 
+def differences(results: list[jax.Array], first: list[jax.Array]) -> list[float] | None:
+    """Of each result the norm of the difference from the first program's, over its norm.
+
+    None if the programs have results of other shapes; infinity where a result is not finite.
+    """
+    if [x.shape for x in results] != [x.shape for x in first]:
+        return None
+
+    @jax.jit
+    def difference(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())
+
+    found = []
+    for x, y in zip(results, first, strict=True):
+        distance, norm = map(float, difference(x, y))
+        found.append(0.0 if distance == 0 else distance / norm if norm else math.inf)
+    return [each if math.isfinite(each) else math.inf for each in found]
+
+
 def add_command(commands: Any) -> None:
     """Adds ``exported`` to the command line."""
     parser = commands.add_parser("exported", help=__doc__)
@@ -43,6 +65,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="WORD", help="groups whose names contain a word"
     )
+    parser.add_argument(
+        "--compare", type=integer(0), default=0, metavar="CALLS",
+        help="print the largest relative difference of each result from the group's first program"
+        " in so many calls; for programs that compute the same (default: %(default)s)",
+    )  # fmt: skip
     add_turns(parser)
     add_outputs(parser, png=False)
     parser.set_defaults(run=run)
@@ -90,23 +117,37 @@ def _compile(folder: Path, row: dict[str, Any]) -> tuple[Any, Callable[[], list[
     return ready.lowered.compile(compiler_options=ready.options), ready.arguments
 
 
+def _text(errors: list[list[float] | None]) -> str:
+    """The largest of all calls, by result."""
+    known = [each for each in errors if each is not None]
+    if not known:
+        return "results of other shapes"
+    return "differs by " + " ".join(f"{max(each):.1e}" for each in zip(*known, strict=True))
+
+
 def _timed(
     programs: list[tuple[dict[str, Any], Future[Any]]], args: argparse.Namespace, clock: Clock
 ) -> list[dict[str, Any]]:
     """Rows of one group's programs; one that fails is printed, and the benchmark continues."""
     calls: dict[Any, Any] = {}
     made: dict[str, dict[str, Any]] = {}
+    want: list[jax.Array] | None = None
     for row, compiling in programs:
         try:
             program, arguments = compiling.result()
             call = _Call(program, arguments(), row["carried"])
-            jax.block_until_ready(call())
+            results = jax.block_until_ready(call())
+            want = results if want is None else want
+            errors = [differences(call(), want) for _ in range(args.compare)]
+            if errors:
+                print(f"  {row['name']:36}{_text(errors)}", flush=True)
         except Exception as error:
             print(f"  {row['name']}: {type(error).__name__}: {error}"[:400], flush=True)
             continue
         calls[row["name"]] = call, jax.block_until_ready
         made[row["name"]] = {key: row[key] for key in ("group", "name", "devices", "flops")}
         made[row["name"]] |= {"gib": gib(program), "tokens": row["tokens"]}
+    del want
     first: float | None = None
     for name, turns in in_turns(calls, turns=args.turns, seconds=args.seconds, clock=clock).items():
         row = made[name]

@@ -7,20 +7,18 @@ import functools
 import importlib.util
 import math
 import re
-from importlib import resources
 from typing import NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental import topologies
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import burst_jax
+from benchmarks.ahead import described_mesh, lowering_for
 from pallas_kernels import mosaic_sm80
 from pallas_kernels.device import listed_capability
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
@@ -53,13 +51,8 @@ def gpu_mesh(target, *shape):
 
     target: "a100", "h100" or "h200".
     """
-    hosts, gpus = (1, *shape)[-2:]
     names = ("seq",) if len(shape) == 1 else ("outer", "inner")
-    description = resources.files(burst_jax) / "gpu_targets" / f"{target}.txtpb"
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description.read_text(), topology=f"1x{hosts}x{gpus}"
-    )
-    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+    return described_mesh(target, shape, names, hosts=(1, *shape)[-2])
 
 
 def named_mesh(target, **sizes):
@@ -116,8 +109,7 @@ def mosaic_compiles_for(mesh):
     assert capability is not None
     if capability < 9:
         start_mosaic_with_hopper()
-    architecture = divmod(round(10 * capability), 10)
-    with mock.patch.object(utils, "_infer_arch", return_value=architecture):
+    with lowering_for(mesh):
         yield
 
 
