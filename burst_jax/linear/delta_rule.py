@@ -131,8 +131,8 @@ def _scanned(
         inputs=inputs,
     )
     inputs, parts = _padded(inputs, implementation.multiple), 1
-    if isinstance(runs, DeviceRuns) and runs.total > 1:
-        parts = implementation.parts(inputs)
+    if isinstance(runs, DeviceRuns):
+        parts = implementation.parts(inputs, runs.total > 1)
         # Moves no data.
         inputs = jax.tree.map(lambda x: _by_part(x, parts), inputs)
         start = pad_axis(start[:, None], 1, parts).reshape(-1, *start.shape[1:])
@@ -261,9 +261,9 @@ def _rule(
 def _forward(
     rule: _Rule, inputs: Inputs, start: jax.Array, of_split: SplitRuns | None
 ) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
-    runs, scale, implementation, _ = rule
+    runs, scale, implementation, parts = rule
     m = None
-    if isinstance(runs, DocumentRuns) or runs.total > 1:
+    if isinstance(runs, DocumentRuns) or runs.total * parts > 1:
         prepared, rows = implementation.mapped(inputs, start)
         states, m, prepared = rule.arriving(rows, of_split, prepared)
         start = start + states

@@ -171,6 +171,8 @@ def _arriving_at_runs(
     runs: DeviceRuns, maps: Maps, meanwhile: jax.Array | None, compose: Compose | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The states that arrive at this device's runs, M for the gradients, and ``meanwhile``."""
+    if runs.total == 1:
+        return jnp.zeros_like(maps.u), None, meanwhile
     if runs.total == 2:  # Nothing goes through M.
         every, meanwhile = _with(lax.all_gather(_by_run(runs, maps.u), runs.axes), meanwhile)
         found = _here(runs, _states_before(runs, Maps(every, every)))
@@ -200,6 +202,8 @@ def _arriving_at_runs(
 def _gradients_at_runs(runs: DeviceRuns, kept: jax.Array | None, own: jax.Array) -> jax.Array:
     """The gradients of the last states of this device's runs from later runs."""
     gradients, exchange = _by_run(runs, own), runs.exchange(own.shape[1])
+    if runs.total == 1:
+        return jnp.zeros_like(own)
     if runs.total == 2:  # As forward.
         every = lax.all_gather(gradients, runs.axes)
         found = _states_before(runs, Maps(every, every), reverse=True)

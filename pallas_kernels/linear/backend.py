@@ -56,9 +56,9 @@ def _all_inputs(inputs: Inputs) -> None:
     del inputs
 
 
-def _whole(inputs: Inputs) -> int:
+def _whole(inputs: Inputs, has_maps: bool) -> int:
     """For implementations that gain nothing from sequences in parts."""
-    del inputs
+    del inputs, has_maps
     return 1
 
 
@@ -75,7 +75,7 @@ class Implementation:
       forward: ``(inputs, prepared, start, scale) -> (o, last, kept)``: the output
         ``[B, T, N, Hv]``, zeros in padding, the state after the last token, and what is saved for
         the backward pass; ``start`` is the state before the first token.
-      mapped: ``(inputs, start) -> (prepared, rows)``, for devices that exchange maps: what prepare
+      mapped: ``(inputs, start) -> (prepared, rows)``, where a state arrives later: what prepare
         returns, and float32 ``[B, N, Hv + H, H]``, the rows of ``last`` and below them those of M,
         both transposed. With the state ``start + S`` before the first token, that after the last
         one is ``M S + last``.
@@ -84,8 +84,9 @@ class Implementation:
         those of o and of the last state. The first of them is zero in padding.
       backward: ``(inputs, prepared, start, do, last, scale)``: all :class:`Gradients`.
       multiple: lengths must be multiples of it.
-      parts: ``inputs -> parts``, for devices that exchange maps: in how many parts of equal length
-        each sequence is scanned faster, with a map of each.
+      parts: ``(inputs, has_maps) -> parts``: in how many parts of equal length each sequence is
+        scanned faster, with a map of each. ``has_maps``: whether a sequence needs its map anyway,
+        as devices exchange them.
       compose: ``(rows, order, wanted, start) -> states``, what arrives at runs from the maps of
         all of them (:func:`pallas_kernels.linear.sm90.composition.composed`); None
         without such a kernel.
@@ -104,7 +105,7 @@ class Implementation:
     first_gradient: Callable[..., jax.Array]
     backward: Callable[..., Gradients]
     multiple: int = 1
-    parts: Callable[[Inputs], int] = _whole
+    parts: Callable[[Inputs, bool], int] = _whole
     compose: Callable[..., jax.Array] | None = None
     meanwhile: str | None = None
     unsupported: Callable[[Inputs], str | None] = _all_inputs

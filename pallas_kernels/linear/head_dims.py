@@ -67,8 +67,8 @@ def with_head_dims(kernels: Implementation) -> Implementation:
         made = kernels.backward(heads.padded(inputs), prepared, *states, scale)
         return heads.merged_gradients(made)
 
-    def parts(inputs: Inputs) -> int:
-        return kernels.parts(jax.eval_shape(_Heads.of(inputs).padded, inputs))
+    def parts(inputs: Inputs, has_maps: bool) -> int:
+        return kernels.parts(jax.eval_shape(_Heads.of(inputs).padded, inputs), has_maps)
 
     def compose(
         rows: jax.Array, order: Any, wanted: tuple[int, int], start: jax.Array | None = None

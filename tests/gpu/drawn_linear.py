@@ -94,13 +94,13 @@ def _dims(rng: np.random.Generator) -> tuple[int, int]:
 
 def draw(index: int, devices: int, head_dim: int | None = None) -> Draw:
     """Draw number ``index``; one in four is on one device, one in four has head dims unlike 128."""
-    rng = np.random.default_rng((index, 3))
+    rng, alone = np.random.default_rng((index, 3)), index % 4 == 3
     return Draw(
         index=index,
-        devices=1 if index % 4 == 3 else devices,
+        devices=1 if alone else devices,
         layout=("zigzag", "contiguous")[index % 2],
-        # Runs of whole chunks, and of a part of one.
-        run=int(64 * rng.integers(1, 8) - rng.integers(2) * rng.integers(64)),
+        # Runs of whole chunks, and of a part of one; in four parts on a device alone.
+        run=int(64 * rng.integers(1, 8) - rng.integers(2) * rng.integers(64)) * (4 if alone else 1),
         batch=int(rng.integers(1, 3)),
         heads=((4, 2), (2, 2), (3, 1), (1, 1))[rng.integers(4)],
         documents=int(rng.choice([0, 2, 5, 12])),
@@ -164,7 +164,7 @@ def forms_of(drawn: Draw) -> Iterator[None]:
     """Hopper's kernels have the forms of large calls."""
     with contextlib.ExitStack() as patches:
         if drawn.parts:
-            least = {"LEAST_PART": 1, "LEAST_CHANNEL_PART": 1}
+            least = {"LEAST_PART": 1, "LEAST_CHANNEL_PART": 1, "LEAST_MAPPED_PART": 1}
             patches.enter_context(mock.patch.multiple(operation, **least))
         if drawn.chains:
             patches.enter_context(mock.patch.object(scan, "num_sms", return_value=1))

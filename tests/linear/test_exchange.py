@@ -37,6 +37,8 @@ def exchanged(of_runs, mesh, rows, own, parts, kernel):
         ("gather", 3, "zigzag", 2, compose),
         ("gather", 2, "contiguous", 1, compose),
         ("gather", 2, "contiguous", 3, compose),
+        ("gather", 1, "contiguous", 4, compose),
+        ("gather", 1, "contiguous", 3, None),
         ("steps", 5, "zigzag", 1, None),
     ],
 )

@@ -46,7 +46,7 @@ def compose(rows, order, wanted, start=None):
     return calls.compose(rows, order, wanted, start)
 
 
-def parts(inputs):
+def parts(inputs, has_maps):
     """Two, which leaves devices runs of whole numbers of tokens."""
     return 2 - inputs.v.shape[1] % 2
 
