@@ -94,13 +94,23 @@ def unpatched(model):
     return steps(model, jax.devices()[:1], attention="dot_product")
 
 
-def patched(model):
+def patched(model, order="dual_chunk_swap"):
     return steps(
         # Not the strategy "ring", which MaxText rejects on CPUs: nothing but its checks reads it.
         model, jax.devices(), attention="cudnn_flash_te", context_parallel_strategy="all_gather",
-        context_parallel_reorder_strategy="dual_chunk_swap",
-        ici_context_parallelism=4, ici_fsdp_parallelism=2,
+        context_parallel_reorder_strategy=order, ici_context_parallelism=4, ici_fsdp_parallelism=2,
     )  # fmt: skip
+
+
+def check_default_order():
+    """``auto`` may be another order than zigzag."""
+    raised = None
+    try:
+        patched("gemma2", order="auto")
+    except KeyError as error:
+        raised = error.args
+    assert raised == ("auto",), raised
+    print("MaxText: the order auto raises")
 
 
 if __name__ == "__main__":
@@ -109,3 +119,4 @@ if __name__ == "__main__":
             f"MaxText {importlib.metadata.version('maxtext')}, {model}",
             partial(unpatched, model), partial(patched, model),
         )  # fmt: skip
+    check_default_order()

@@ -1,4 +1,4 @@
-"""SkyRL-tx's own backend, which trains LoRA adapters of Qwen 3, and the patch of the documentation."""
+"""SkyRL-tx's own backend, training LoRA adapters of Qwen 3, and the documentation's patch."""
 # ruff: noqa: E402 - two modules are replaced before SkyRL imports them.
 
 import importlib.metadata
@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl
 from skyrl.tinker import types as tinker
+from skyrl.tx.layers.lora import LoRAMixin
 from skyrl.tx.models import qwen3
 from skyrl.tx.models.configs import Qwen3Config
 from skyrl.tx.utils.models import save_safetensors
@@ -35,6 +36,7 @@ VOCABULARY = 64
 LENGTHS = [LENGTH, 51, 40, 13]
 # The adapter of each sequence: SkyRL trains those of several users at once.
 ADAPTERS = ["first", "second", "first", "second"]
+# Adam divides by the size of a gradient: with a smaller eps it amplifies the rounding of small ones.
 ADAM = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=0.1, weight_decay=0.0)
 
 
@@ -98,7 +100,10 @@ def train(folder, tensor_parallel_size):
 
 
 def unpatched(folder):
-    with mock.patch.object(qwen3, "dot_product_attention", recipe.dense):
+    with (
+        mock.patch.object(qwen3, "dot_product_attention", recipe.dense),
+        mock.patch.object(LoRAMixin, "apply_lora", recipe.sorting),
+    ):
         return train(folder, tensor_parallel_size=1)
 
 
