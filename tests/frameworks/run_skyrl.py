@@ -36,7 +36,7 @@ VOCABULARY = 64
 LENGTHS = [LENGTH, 51, 40, 13]
 # The adapter of each sequence: SkyRL trains those of several users at once.
 ADAPTERS = ["first", "second", "first", "second"]
-# Adam divides by the size of a gradient: with a smaller eps it amplifies the rounding of small ones.
+# Adam divides by a gradient's size: with a smaller eps it amplifies the rounding of small ones.
 ADAM = tinker.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=0.1, weight_decay=0.0)
 
 
