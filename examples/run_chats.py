@@ -86,9 +86,16 @@ def chat_tokens(
 
 
 def check_conversations(
-    args: argparse.Namespace, corpus: Corpus, tokens: ChatTokens, vocab_size: int
+    args: argparse.Namespace,
+    corpus: Corpus,
+    tokens: ChatTokens,
+    vocab_size: int,
+    *,
+    trained: float | None = None,
 ) -> str:
     """Reads all conversations on the first process, and describes them; "" on the others.
+
+    ``trained``: the number of tokens that training reads, also of padding.
 
     Raises:
       ValueError: some cannot be used, see :func:`burst_jax.data.check_chats`.
@@ -111,4 +118,6 @@ def check_conversations(
         text += (
             f"; the chat template changes earlier answers, which are in {more:,} further sequences"
         )
+    if trained is not None:
+        text += f"; training reads each about {trained / counts.tokens:,.1f} times"
     return text

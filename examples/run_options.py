@@ -350,8 +350,11 @@ def about_chats(
     """What the conversations are, "" without; raises ValueError if some cannot be used."""
     if not isinstance(tokens, ChatTokens):
         return ""
+    vocab_size = args.vocab_size or config.vocab_size
+    # Of the part that is not held out.
+    trained = args.steps * args.batch * args.seq_len / (1 - HELD_OUT)
     try:
-        return check_conversations(args, corpus, tokens, args.vocab_size or config.vocab_size)
+        return check_conversations(args, corpus, tokens, vocab_size, trained=trained)
     except ValueError as error:
         names = {"too_long='cut'": "--long-chats cut", "seq_len": "--seq-len"}
         raise ValueError(in_flags(error, **names)) from error

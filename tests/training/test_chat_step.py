@@ -158,7 +158,8 @@ def test_train_lm_fine_tunes_on_conversations_and_generate_answers(folder, tmp_p
     tokens = [len(by_hand(chat)[0]) for chat in drawn_chats(40)]
     assert (
         f"40 conversations of {sum(tokens):,} tokens, of which the assistant writes "
-        f"{sum(counts):,}; the longest has {max(tokens)}\n"
+        f"{sum(counts):,}; the longest has {max(tokens)}; training reads each about "
+        f"{2 * 2 * 64 / 0.95 / sum(tokens):.1f} times\n"
     ) in printed
     found = re.search(
         r"perplexity of (\d+) tokens that the assistant writes \(2 held-out conversations, read "
