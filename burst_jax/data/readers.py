@@ -125,9 +125,11 @@ class JsonLines(_Records):
         remedy = f': each line must be an object like {{"{printable(self._key)}": "..."}}'
         record = parse(line, self.name(document), remedy)
         if not isinstance(record, dict) or self._key not in record:
+            remedy = "set key= to the key of the text, on a command line --text-key"
+            if isinstance(record, dict) and ("messages" in record or "completion" in record):
+                remedy = f"for conversations set 'chats', on a command line --chat; or {remedy}"
             raise ValueError(
-                f"{self.name(document)} has {kind_of(record)}, and no key {self._key!r}: set key= "
-                "to the key of the text, on a command line --text-key"
+                f"{self.name(document)} has {kind_of(record)}, and no key {self._key!r}: {remedy}"
             )
         text = record[self._key]
         if not isinstance(text, str):
