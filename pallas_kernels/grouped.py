@@ -129,7 +129,12 @@ def supports_few_rows(rows: int, *weights: jax.Array) -> bool:
 
 
 def few_rows_product(
-    x: jax.Array, weights: tuple[jax.Array, ...], slots: Slots, *, summed: bool
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    slots: Slots,
+    *,
+    summed: bool,
+    first: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Multiplies a few rows by the matrices of all used slots, each of which is read once.
 
@@ -142,6 +147,7 @@ def few_rows_product(
       weights: J arrays ``[G, K, N]`` of x's dtype.
       slots: U of them.
       summed: whether to return partial sums over the slots instead.
+      first: J matrices ``[K, N]`` of one more slot, the first of then U + 1; or none.
 
     Returns:
       float32 ``[J, U, R, N]``, undefined for unused slots; or ``[J, S, R, N]``, whose sum over S is
@@ -149,7 +155,7 @@ def few_rows_product(
     """
     from pallas_kernels.mosaic.sm80 import few_rows
 
-    return few_rows.few_rows_product(x, weights, slots, summed=summed)
+    return few_rows.few_rows_product(x, weights, slots, summed=summed, first=first)
 
 
 # The two products are each other's gradients, so either can be differentiated any number of times.

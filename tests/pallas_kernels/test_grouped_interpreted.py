@@ -65,25 +65,29 @@ def test_as_exact_as_float64(family, names, k, n, dtype, config):
 
 @pytest.mark.mosaic_interpreter
 @pytest.mark.parametrize(
-    ("slots", "used", "rows", "k", "n", "arrays", "summed"),
+    ("slots", "used", "rows", "k", "n", "arrays", "summed", "has_first"),
     [
-        (4, 3, 5, 128, 64, 2, False),
-        (4, 3, 17, 256, 128, 1, True),
-        pytest.param(3, 3, 64, 192, 192, 1, True, marks=pytest.mark.slow),
+        (4, 3, 5, 128, 64, 2, False, True),
+        (4, 3, 17, 256, 128, 1, True, False),
+        pytest.param(3, 3, 64, 192, 192, 1, True, True, marks=pytest.mark.slow),
     ],
 )
-def test_products_of_few_rows(slots, used, rows, k, n, arrays, summed):
+def test_products_of_few_rows(slots, used, rows, k, n, arrays, summed, has_first):
     """Of the used slots, in any order of the matrices; rows are the same for all, or not."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((slots if summed else 1, rows, k)), jnp.bfloat16)
+    rng, of_x = np.random.default_rng(0), slots + has_first if summed else 1
+    x = jnp.asarray(rng.standard_normal((of_x, rows, k)), jnp.bfloat16)
     weights = tuple(
         jnp.asarray(rng.standard_normal((6, k, n)), jnp.bfloat16) for _ in range(arrays)
     )
     matrices = rng.permutation(6)[:slots].astype(np.int32)
     given = few_rows.Slots(jnp.asarray(matrices), jnp.asarray([used], jnp.int32))
     with mock.patch.object(few_rows, "num_sms", return_value=4), interpreted_sm80.interpreted():
-        out = few_rows.few_rows_product(x, weights, given, summed=summed)
+        # The last matrix of each array, by itself.
+        first = tuple(each[5] for each in weights) if has_first else ()
+        out = few_rows.few_rows_product(x, weights, given, summed=summed, first=first)
     exact = [np.asarray(each.astype(jnp.float32), float) for each in (x, *weights)]
-    wanted = np.stack([exact[0][:used] @ each[matrices[:used]] for each in exact[1:]])
+    chosen = np.concatenate([[5] * has_first, matrices[:used]]).astype(int)
+    used = len(chosen)
+    wanted = np.stack([exact[0][:used] @ each[chosen] for each in exact[1:]])
     got, wanted = (out.sum(1), wanted.sum(1)) if summed else (out[:, :used], wanted)
     assert np.linalg.norm(got - wanted) < 1e-6 * np.linalg.norm(wanted)

@@ -7,13 +7,13 @@ gathered::
     tokens [n, D] -> gate, up [U, n, M], of the U selected experts -> hidden -> tokens [n, D]
 
 The multiplications that this wastes take no time: for up to 64 tokens the products are bound by
-reading the experts' weights.
+reading the experts' weights. A shared expert of the same size is one more of the selected ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,22 @@ from jax import lax
 
 from pallas_kernels.grouped import few_rows_product, supports_few_rows
 from pallas_kernels.grouped_products import Slots
+
+
+class SharedExpert(NamedTuple):
+    """An expert of all tokens, with matrices like the others'.
+
+    Attributes:
+      gate: ``[D, M]``.
+      up: ``[D, M]``.
+      down: ``[M, D]``.
+      weights: float32 ``[n, 1]``.
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    weights: jax.Array
 
 
 def can_decode(tokens: int, parameters: Any) -> bool:
@@ -48,6 +64,7 @@ def run_decoding(
     arrays: tuple[Any, jax.Array, jax.Array],
     ids: jax.Array,
     distinct: bool,
+    shared: SharedExpert | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts, float32 ``[n, D]``, without the bias of down.
 
@@ -57,6 +74,7 @@ def run_decoding(
         float32 ``[n, k]``.
       ids: int32 ``[n, k]``; E is an expert of another device.
       distinct: whether there is one token, all of whose experts are on this device.
+      shared: an expert that is added, without biases; or None.
     """
     parameters, tokens, weights = arrays
     count = parameters.gate.shape[0]
@@ -68,13 +86,19 @@ def run_decoding(
         # A token is sent to an expert at most once.
         sent = ids[None] == slots.matrices[:, None, None]
         of_slots = jnp.where(sent, weights[None], 0).sum(-1)
-    gate, up = few_rows_product(tokens[None], (parameters.gate, parameters.up), slots, summed=False)
+    of_shared = () if shared is None else (shared.gate, shared.up)
+    gate, up = few_rows_product(
+        tokens[None], (parameters.gate, parameters.up), slots, summed=False, first=of_shared
+    )
     for_slots = slots.matrices[:, None]
     if parameters.gate_bias is not None:
         gate = gate + parameters.gate_bias[for_slots]
         up = up + parameters.up_bias[for_slots]
+    if shared is not None:
+        of_slots = jnp.concatenate([shared.weights.T, of_slots])
     rows = (hidden(gate, up) * of_slots[..., None]).astype(tokens.dtype)
-    return few_rows_product(rows, (parameters.down,), slots, summed=True)[0].sum(0)
+    of_shared = () if shared is None else (shared.down,)
+    return few_rows_product(rows, (parameters.down,), slots, summed=True, first=of_shared)[0].sum(0)
 
 
 def _hit(ids: jax.Array, count: int) -> Slots:

@@ -27,7 +27,12 @@ from burst_jax.layers.lora import add_adapter
 from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.experts.chunks import run_chunked
 from burst_jax.models.experts.config import dense_config
-from burst_jax.models.experts.decoding import can_decode, largest, run_decoding
+from burst_jax.models.experts.decoding import (
+    SharedExpert,
+    can_decode,
+    largest,
+    run_decoding,
+)
 from burst_jax.models.experts.exchange import owner_tables, run_exchanged
 from burst_jax.models.experts.rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
@@ -180,9 +185,8 @@ class MixtureOfExperts(FeedForward):
             if self.shared is None:
                 return None
             out = self.shared(x, keeps_products=keeps_products)
-            if self.shared_gate is None:
-                return out
-            return out * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32))).astype(out.dtype)
+            weight = self._shared_weight(x)
+            return out if weight is None else out * weight.astype(out.dtype)
 
         def routed(
             arrays: Any, ids: jax.Array, meanwhile: Callable[[], Any]
@@ -207,9 +211,10 @@ class MixtureOfExperts(FeedForward):
         rounds = None
 
         if decodes and not sent and can_decode(tokens.shape[0], arrays[0]):
-            of_all = shared()
+            one_more = None if expert_axes else self._shared_as_routed(arrays[0], tokens)
+            of_all = shared() if one_more is None else None
             distinct = tokens.shape[0] == 1 and not same
-            out = run_decoding(partial(_hidden, config), arrays, ids, distinct)
+            out = run_decoding(partial(_hidden, config), arrays, ids, distinct, one_more)
         elif config.mlp_chunks > 1:
             check_chunks(config, x.shape[1])
             of_all, ids = shared(), _varying((ids, arrays))[0]
@@ -326,6 +331,28 @@ class MixtureOfExperts(FeedForward):
             return weights
         # Term by term: XLA would launch a kernel for a reduction.
         return weights / (sum(jnp.split(weights, weights.shape[1], 1)) + 1e-20)
+
+    def _shared_weight(self, x: jax.Array) -> jax.Array | None:
+        """The shared expert's gate, float32 ``[..., 1]``; None without one."""
+        if self.shared_gate is None:
+            return None
+        return jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32)))
+
+    def _shared_as_routed(self, parameters: _Parameters, tokens: jax.Array) -> SharedExpert | None:
+        """The shared expert as one more of the routed ones; None if it is not like them."""
+        shared, experts = self.shared, self.config.experts
+        if shared is None or self.config.mlp_bias or experts.clamp is not None:
+            return None
+        dtype = self.config.dtype
+        gate, up, down = (
+            each.kernel[...].astype(dtype) for each in (shared.gate, shared.up, shared.down)
+        )
+        if gate.shape != parameters.gate.shape[1:]:
+            return None
+        weight = self._shared_weight(tokens)
+        if weight is None:
+            weight = jnp.ones((tokens.shape[0], 1), jnp.float32)
+        return SharedExpert(gate, up, down, weight)
 
     def _parameters(self) -> _Parameters:
         """The experts' weights, in the dtypes that products read."""

@@ -53,11 +53,13 @@ class _Inputs(NamedTuple):
     Attributes:
       x: ``[1 or U, R, K]``.
       weights: one or more ``[G, K, N]``.
+      first: as many ``[K, N]``, of a slot before all others; or none.
       slots: the slots.
     """
 
     x: Any
     weights: tuple[Any, ...]
+    first: tuple[Any, ...]
     slots: Slots
 
 
@@ -99,6 +101,7 @@ def few_rows_product(
     slots: Slots,
     *,
     summed: bool,
+    first: tuple[jax.Array, ...] = (),
     config: FewRowsConfig | None = None,
 ) -> jax.Array:
     """Multiplies rows by the matrices of all used slots.
@@ -112,6 +115,7 @@ def few_rows_product(
       weights: J arrays ``[G, K, N]`` of x's dtype; K and N are multiples of 64.
       slots: U of them.
       summed: whether to return partial sums over the slots instead.
+      first: J matrices ``[K, N]`` of one more slot, the first one, which is always used; or none.
       config: tile sizes; None is the shipped config.
 
     Returns:
@@ -120,7 +124,7 @@ def few_rows_product(
     """
     rows, (depth, columns) = x.shape[1], weights[0].shape[1:]
     config = config or FewRowsConfig(64 if columns % 128 else 128)
-    count, slot_steps = slots.matrices.shape[0], depth // config.depth
+    count, slot_steps = slots.matrices.shape[0] + bool(first), depth // config.depth
     tiles = len(weights) * (columns // config.block_n)
     splits = None
     if summed:
@@ -138,7 +142,7 @@ def few_rows_product(
         semantics=plgpu.LoweringSemantics.Lane,
         grid={"part": parts, "column": tiles},
         warpgroups=1,
-        inputs=_Inputs(x, weights, slots),
+        inputs=_Inputs(x, weights, first, slots),
         results=result,
         memory={
             "x": instructions.tiled_memory((config.stages, padded, config.depth), static.dtype),
@@ -153,10 +157,11 @@ def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> No
     """One CTA."""
     part, tile = lax.axis_index("part"), lax.axis_index("column")
     array, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
+    used = inputs.slots.count[0] + int(bool(inputs.first))
     if static.splits is None:
         first, end = part * static.steps, (part + 1) * static.steps
     else:
-        total = inputs.slots.count[0] * static.steps
+        total = used * static.steps
         first, end = (lax.div(at * total, i32(static.splits)) for at in (part, part + 1))
     column = column * static.config.block_n
 
@@ -166,7 +171,7 @@ def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> No
         instructions.store_first_rows(target, acc, _fragments(static))
 
     if static.splits is None:
-        pl.when(part < inputs.slots.count[0])(run)
+        pl.when(part < used)(run)
     else:
         run()
 
@@ -190,16 +195,24 @@ def _sum(
         def _():
             slot, depth = (op(step, i32(static.steps)) for op in (lax.div, lax.rem))
             lanes = pl.ds(depth * static.config.depth, static.config.depth)
-            matrix = inputs.slots.matrices[slot]
             x = inputs.x.at[0 if inputs.x.shape[0] == 1 else slot, :, lanes]
             warp_operations.copy_matrix(x, memory["x"].at[stage], 0)
+
+            def copy_weights(matrix: Any) -> None:
+                given = matrix.at[:, pl.ds(column, static.config.block_n)]
+                target = memory["weights"].at[stage]
+                warp_operations.copy_matrix(given, target, depth * static.config.depth)
+
+            others = slot - int(bool(inputs.first))
             for index, weights in enumerate(inputs.weights):
 
-                @pl.when(array == index)
+                @pl.when((array == index) & (others >= 0))
                 def _(weights=weights):
-                    given = weights.at[matrix, :, pl.ds(column, static.config.block_n)]
-                    target = memory["weights"].at[stage]
-                    warp_operations.copy_matrix(given, target, depth * static.config.depth)
+                    copy_weights(weights.at[inputs.slots.matrices[others]])
+
+            for index, weights in enumerate(inputs.first):
+                is_here = (array == index) & (slot == 0)
+                pl.when(is_here)(functools.partial(copy_weights, weights))
 
         warp_operations.commit_copies()
 
