@@ -21,11 +21,12 @@ from burst_jax.linear.runs import device_runs
 from burst_jax.models.config import LayerKind, Mixer, Stack
 from burst_jax.models.decoder import Decoder
 from burst_jax.models.decoder_layer import DecoderLayer
+from burst_jax.models.experts import MixtureOfExperts
 from burst_jax.models.shardings import embed
 from burst_jax.models.weights import name_of
 from burst_jax.parallel.collectives import gather_weights
 from burst_jax.parallel.mesh import axes_size, mesh_with_devices
-from burst_jax.serving import fused_delta_net, fused_qkv
+from burst_jax.serving import fused_delta_net, fused_qkv, fused_router
 from burst_jax.serving.one_row import with_one_row_output
 from burst_jax.serving.sharded_weights import (
     hidden_axes,
@@ -156,8 +157,12 @@ class ServedModel:
             name_of(path): unstacked(path, weight, spec)
             for (path, weight), spec in zip(weights, of_weights, strict=True)
         }
-        if (fusion := self._fusion(stack.mixer)) is not None:
-            names = [f"{name}.attention.{each}.kernel" for each in fusion.NAMES]
+        fusions = {"attention": self._fusion(stack.mixer), "mlp": self._router_fusion}
+        for block, fusion in fusions.items():
+            if fusion is None:
+                continue
+            names = [f"{name}.{block}.{each}.kernel" for each in fusion.NAMES]
+            names = [each for each in names if each in per_layer]
             at = list(per_layer)
             specs = tuple(of_weights[at.index(each)] for each in names)
             kernels = zip(*(per_layer[each] for each in names), strict=True)
@@ -193,6 +198,11 @@ class ServedModel:
             return fused_qkv if fits else None
         assert self.config.delta_net is not None
         return fused_delta_net if self.config.delta_net.layer is GatedDeltaNet else None
+
+    @property
+    def _router_fusion(self) -> Any:
+        """The module that fuses routers and gates of shared experts; None with sharded weights."""
+        return None if self.sharded else fused_router
 
     @property
     def data_axes(self) -> tuple[Any, Any]:
@@ -280,6 +290,8 @@ class ServedModel:
         """A layer of these weights, for a prompt or for a decoding step; see :meth:`hidden`."""
         layer, shardings = nnx.merge(self._layers[kind.stack], weights), self.shardings
         attention, mlp = layer.attention, layer.mlp
+        if self._router_fusion is not None and isinstance(mlp, MixtureOfExperts):
+            mlp = fused_router.with_fused_router(mlp, at_once=not gather)
         if not gather:
             same = tuple(n for n in shardings.expert_axes if n in shardings.token_axes)
             hidden = hidden_axes(shardings) if self.sharded else mlp.hidden_axis
@@ -291,7 +303,7 @@ class ServedModel:
         fusion = self._fusion(kind.mixer)
         if fusion is fused_qkv:
             heads = self.config.num_heads // axes_size(shardings.mesh, shardings.tensor_axes)
-            attention = fused_qkv.with_fused_qkv(attention, heads, fuse_norms=not gather)
+            attention = fused_qkv.with_fused_qkv(attention, heads, at_once=not gather)
         elif fusion is fused_delta_net:
             attention = fused_delta_net.with_fused_projections(attention, at_once=not gather)
         return layer.with_blocks(attention, mlp)
