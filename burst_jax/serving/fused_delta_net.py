@@ -69,6 +69,16 @@ def with_fused_projections(layer: GatedDeltaNet, *, at_once: bool) -> GatedDelta
     return layer.with_projections(**projections)
 
 
+def fused_product(layer: GatedDeltaNet, x: jax.Array) -> jax.Array | None:
+    """All projections of ``[B, D]``, as ``[B, columns]`` in the order of ``NAMES``, then zeros.
+
+    None of a layer without the fused matrix.
+    """
+    if not isinstance(layer.query, _Columns):
+        return None
+    return layer.query.product(x)
+
+
 class _Columns(nnx.Module):
     """A projection by some columns of the fused matrix.
 
@@ -85,11 +95,15 @@ class _Columns(nnx.Module):
         self.kernel = nnx.Param(columns[:, slice(*self.own)].reshape(len(whole), *shape))
         self.bias, self.dtype = None, fused.dtype
 
+    def product(self, x: jax.Array) -> jax.Array:
+        """The product with the whole matrix."""
+        return x.astype(self.dtype) @ self.columns[...]
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[B, T, D]`` to ``[B, T, *shape]``."""
-        x = x.astype(self.dtype)
         if self.at_once:
-            out = (x @ self.columns[...])[..., slice(*self.own)]
+            out = self.product(x)[..., slice(*self.own)]
         else:
+            x = x.astype(self.dtype)
             out = x @ self.kernel[...].reshape(x.shape[-1], -1)
         return out.reshape(*x.shape[:2], *self.shape)

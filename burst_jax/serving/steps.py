@@ -26,6 +26,7 @@ from burst_jax.serving.cache import (
     write_token,
 )
 from burst_jax.serving.decode_attention import decode_attention
+from burst_jax.serving.delta_net_step import delta_net_step
 from burst_jax.serving.model import ServedModel
 from burst_jax.serving.prompt_attention import Chunk, Slots, prompt_attention
 
@@ -293,14 +294,8 @@ class Steps:
         def recur(
             index: int, layer: GatedDeltaNet, x: jax.Array, _: None
         ) -> tuple[jax.Array, DeltaNetState]:
-            before = cache.layers[index]
-            out, after = layer.step(x[:, 0], before)
-
-            def stored(new: jax.Array, old: jax.Array) -> jax.Array:
-                """Of a sequence that has ended the state before its token."""
-                return jnp.where(lax.expand_dims(present > 0, range(1, new.ndim)), new, old)
-
-            return out[:, None], jax.tree.map(stored, after, before)
+            out, after = delta_net_step(layer, x[:, 0], cache.layers[index], present)
+            return out[:, None], after
 
         hidden, layers = self.model.hidden(
             weights, tokens[:, None], cache.lengths[:, None], position.longest, None,

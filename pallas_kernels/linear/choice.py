@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pallas_kernels.choice import NAMES, choose
+import jax
+
+from pallas_kernels.choice import NAMES, choose, substitute
+from pallas_kernels.device import current_target
 from pallas_kernels.linear.backend import Implementation, Inputs
 from pallas_kernels.linear.xla import XLA
 
@@ -42,6 +45,24 @@ def resolve(
 
     chosen: Any = choose(name, _named, device, obstacle)
     return chosen
+
+
+def supports_step(projected: jax.Array, state: Any) -> bool:
+    """Whether the program being traced can run :func:`pallas_kernels.linear.sm80.step.step`.
+
+    It has no other implementation: a caller without the kernel computes a step's parts.
+
+    Args:
+      projected: the outputs of the layer's input projections.
+      state: of the layer, like ``StepState``.
+    """
+    target = current_target()
+    if target.platform != "gpu" or substitute() is not None:
+        return False
+    from pallas_kernels.linear.sm80 import step
+
+    reasons = step.unavailable(*target), step.unsupported(projected, state)
+    return reasons == (None, None)
 
 
 def _named(name: str) -> Implementation:

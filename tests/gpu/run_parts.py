@@ -121,6 +121,8 @@ def parts_of(devices: dict[str, Any], out: Path, small: bool, workers: int) -> l
         command = [script[name], "--out", str(out / name), *size]
         needs = (*peer, "grain", "qwix") if name == "fine_tuning" else peer
         parts.append(Part(text, [command], 400, memory=0.1, needs=needs))
+    if "mosaic_sm80" in families(devices):
+        parts.append(Part("decoding kernels", [[script["decoding_steps"]]], 200))
     for family in families(devices):
         rings = [
             script["drawn_rings"],

@@ -162,7 +162,7 @@ def test_the_parts_of_each_gpu(tmp_path):
 
     others = ["fine-tuning with LoRA", "generation"]
     # What users run comes first: few processes run at once.
-    first = ["training", *others]
+    first = ["training", *others, "decoding kernels"]
 
     def of_kernels(*families):
         rings = [f"rings, {family}" for family in families]
