@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.arrays import unvary, vary, varying_axes
 from pallas_kernels.linear.backend import Gradients, Inputs
@@ -66,8 +67,14 @@ def _gate_gradients(
 
 
 def beta_gradient(vectors: jax.Array, updates: jax.Array) -> jax.Array:
-    """The gradient of beta, from the sums of u dv; 0 in padding, whose beta is 0."""
+    """The gradient of beta, from the sums of u dv; 0 in padding, whose beta is 0.
+
+    Both have the diagonal of X beta as a factor, which is beta rounded: divided by the square of
+    any other number, every sum would have twice its rounding error.
+    """
     beta = vectors[..., BETA : BETA + CHUNK]
+    # Not by a cast to bfloat16 and back, which XLA may leave out.
+    beta = lax.reduce_precision(beta, exponent_bits=8, mantissa_bits=7)
     return merged(updates / jnp.where(beta == 0, 1, beta * beta))
 
 

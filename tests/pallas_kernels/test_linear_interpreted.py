@@ -45,6 +45,8 @@ CHANNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # Key and value head dims: padded, padded and split, split alone; no multiples of 8.
 HEAD_DIMS = {"sm90": (96, 192), "sm80": (100, 300), "channels": (61, 130)}
+# Relative, Euclidean. Plain JAX with the same roundings has 2 to 4e-3, of 512 tokens and more.
+ALLOWED = 5e-3
 
 
 def run(case, family):
@@ -86,9 +88,9 @@ def check(name, cases, family, **more):
     want |= {"mapped": want["last"], "alone": want["dstart"]}
     results = run(case, family)
     for result, got in results.items():
-        # A head's terms of beta's gradient cancel where its state is forgotten at once.
-        of = terms if result == "dbeta" and more.get("channels") else None
-        assert linear_cases.error(got, want[result], of) < 8e-3, result
+        # Few tokens have terms of beta's gradient that cancel.
+        of = terms if result == "dbeta" else None
+        assert linear_cases.error(got, want[result], of) < ALLOWED, result
     if case.ids is not None:
         # No decay applies there.
         assert not results["dlog_decay"][case.begins | ~case.valid].any()

@@ -79,6 +79,7 @@ MUTANTS = [
      "tests/pallas_kernels/test_linear_inverse.py"),
     ("pallas_kernels/linear/chunks.py", "SMALLEST_BETA = 2.0**-14", "SMALLEST_BETA = 0.0", LINEAR_SM90),
     ("pallas_kernels/linear/families.py", "valid & ~begins", "valid", LINEAR_SM90),
+    ("pallas_kernels/linear/families.py", "mantissa_bits=7", "mantissa_bits=23", LINEAR_CHANNELS),
     ("pallas_kernels/linear/sm90/pipeline.py",
      "        pl.run_scoped(product, accumulator())\n        proxy_fence()\n",
      "        pl.run_scoped(product, accumulator())\n", LINEAR_SM90),
