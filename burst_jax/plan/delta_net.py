@@ -15,21 +15,27 @@ backward, ms; pallas_kernels/EXPERIMENTS.md)::
     2 x 16,384          0.583 / 2.431       (what zigzag has of 32,768); on an H100 0.620 / 2.646
 
 With a decay per key channel (Kimi Delta Attention) a parallel kernel, "operands", runs before the
-scans, again in the backward pass. The numbers of an H200 that its rates are fitted to::
+scans, again in the backward pass. Its rates are fitted to one H200 (JAX 0.11.2; kernels by a
+version that took 1.726 / 6.242)::
 
-    1 x 32,768 tokens   1.726 / 6.242       affine map 0.470, gradient of the first state 0.577
-    kernels             operands 1.063, scan 0.639, states 1.059, gradients 2.762
-    1 x 8,192           0.529 / 1.755       (of a version with 6 % more time forward, like the next)
-    2 x 16,384          1.600 / 6.360
+    1 x 65,536 tokens   3.132 / 11.880
+    1 x 32,768          1.601 / 5.976       affine map 0.470, gradient of the first state 0.577
+    1 x 16,384          0.820 / 3.041
+    kernels at 32,768   operands 1.063, scan 0.639, states 1.059, gradients 2.762
 
 The backward pass of these programs computes the operands again, as that of a training step does.
 
 Affine map and first state's gradient are those of heads that forget slowly; where all decays are
-strong they take 0.061 and 0.072. Heads of other dims are as many heads of 128 as the kernels pad
-and split them to (``DeltaNetSizes.kernel_heads``), and arrays that are padded are copied: counted,
-not measured. The numbers for Ampere are estimates: its code takes 1.19 / 3.71 at 32,768 tokens on
-an H200. By count it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an H200, before X and P
-were computed in the scan's launch.
+strong they take 0.061 and 0.072. Where whole runs would leave most SMs without a scan, kernels scan
+each in parts, which are planned as so many runs, on one GPU with maps of their own. Composition of
+parts, 0.02 to 0.03 ms a pass, is not counted, nor what two chains of a map in one CTA save, 0.07 ms
+at 16,384 tokens: both by count.
+
+Heads of other dims are as many heads of 128 as the kernels pad and split them to
+(``DeltaNetSizes.kernel_heads``), and arrays that are padded are copied: counted, not measured. The
+numbers for Ampere are estimates: its code takes 1.19 / 3.71 at 32,768 tokens on an H200. By count
+it took 1.6 / 5.1 on an A100 when it took 1.31 / 3.84 on an H200, before X and P were computed in
+the scan's launch.
 """
 
 from __future__ import annotations
@@ -45,15 +51,15 @@ from burst_jax.plan.hardware import Cluster
 from burst_jax.plan.training_strategy import TrainingStrategy
 from pallas_kernels.linear.chunks import CHUNK, HEAD_DIM
 from pallas_kernels.linear.head_dims import value_parts
+from pallas_kernels.linear.sm90.parts import parts_of
 
 # CTAs of a chain: each has half of the state's columns. And SMs of a GPU, by its kernels.
 _CTAS_PER_CHAIN = 2
 _SMS = {"fused": 132, "reordered": 108}
-# Seconds of a collective of few bytes, and of the products that compose maps: an exchange by one
-# gather takes 0.10 to 0.15 ms over two H200, 0.02 of it at the rate of the interconnect
-# (docs/linear.md). Two all-to-alls, and permutes, were not measured. Runs that kernels scan in
-# parts are planned as whole ones, which take longer.
-_LATENCY = 50e-6
+# Seconds of a collective of few bytes, and of the products that compose maps, in a program: with it
+# two H200 take what was measured (docs/linear.md) to 3 % with a decay per head, to 5 % with one per
+# key channel. Two all-to-alls, and permutes, were not measured.
+_LATENCY = 30e-6
 # Bytes that the operations around the kernels (convolutions, SiLU, norms, the output's gate) read
 # and write per feature of the convolutions and of the gated output, forward, and backward with
 # recomputation. Counted, not measured.
@@ -92,7 +98,7 @@ class Rates(NamedTuple):
     fixed: float = 20e-6
 
 
-_OPERANDS = Pass(0.0, 1.014e-9, 1800)
+_OPERANDS = Pass(0.0, 0.903e-9, 1800)
 # By the kernels of a ``burst_jax.plan.Gpu``, and whether there is a decay per key channel.
 RATES = {
     ("fused", False): Rates(
@@ -103,10 +109,10 @@ RATES = {
     ),
     ("fused", True): Rates(
         (_OPERANDS, Pass(1.14e-6, 0.36e-9, 1500)),
-        (_OPERANDS, Pass(1.92e-6, 1.15e-9, 2900), Pass(0.0, 2.28e-9, 3500)),
+        (_OPERANDS, Pass(1.92e-6, 1.15e-9, 2900), Pass(0.0, 2.12e-9, 3500)),
         Pass(0.76e-6, 0.36e-9, 1500),
         Pass(0.97e-6, 0.36e-9, 1900),
-        fixed=80e-6,
+        fixed=45e-6,
     ),
     ("reordered", False): Rates(
         (Pass(3.1e-6, 0.0, 2300),), (Pass(6.8e-6, 0.0, 5300),), Pass(1.5e-6, 0.0, 1100),
@@ -318,9 +324,13 @@ def estimate(
         )
     rates, bandwidth = RATES[gpu.kernels, sizes.channels], 1e9 * gpu.bandwidth
     chunks = -(-tokens // (rows * sizes.runs * CHUNK))
-    heads = sizes.kernel_heads
+    heads, sms = sizes.kernel_heads, _SMS[gpu.kernels]
     ctas = _CTAS_PER_CHAIN * rows * sizes.runs * heads
-    waves = -(-ctas // _SMS[gpu.kernels])
+    parts, has_maps = 1, sizes.devices > 1
+    if gpu.kernels == "fused":
+        parts = parts_of(ctas, chunks, sms, channels=sizes.channels, has_maps=has_maps)
+    chunks, ctas = chunks // parts, ctas * parts
+    waves = -(-ctas // sms)
 
     def seconds(*passes: Pass) -> float:
         each = ((x.chunk, max(x.token, x.bytes / bandwidth)) for x in passes)
@@ -335,6 +345,9 @@ def estimate(
     }
     forward = seconds(*rates.forward) + around["forward"]
     backward = seconds(*rates.backward) + around["backward"]
+    if has_maps or parts > 1:
+        forward += seconds(rates.affine)
+        backward += seconds(rates.first_gradient)
     halo, hosts = sizes.halo_bytes(rows, itemsize=2), 1
     received = sizes.exchanged_bytes(rows) + halo
     received_back = sizes.exchanged_bytes(rows, backward=True) + halo
@@ -347,7 +360,7 @@ def estimate(
         steps = 2 * (math.ceil(math.log2(sizes.devices)) + 1)
         steps = {"gather": 2, "heads": 3}.get(sizes.exchange, steps)
         latency = (steps + 1) * _LATENCY
-        forward += seconds(rates.affine) + received / rate + latency
-        backward += seconds(rates.first_gradient) + received_back / rate + latency
+        forward += received / rate + latency
+        backward += received_back / rate + latency
     host_bytes = received + received_back if hosts > 1 else 0
     return DeltaNetEstimate(forward, backward, received, received_back, host_bytes)

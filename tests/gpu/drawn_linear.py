@@ -33,7 +33,7 @@ from repeated import run_repeatedly
 
 import burst_jax
 from burst_jax import linear
-from pallas_kernels.linear.sm90 import operation, scan
+from pallas_kernels.linear.sm90 import parts, scan
 
 # Relative, Euclidean, of results in bfloat16 with products of bfloat16; or so many times the error
 # of plain JAX on one device, with the same roundings. Beta's gradient sums products of two rounded
@@ -165,7 +165,7 @@ def forms_of(drawn: Draw) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         if drawn.parts:
             least = {"LEAST_PART": 1, "LEAST_CHANNEL_PART": 1, "LEAST_MAPPED_PART": 1}
-            patches.enter_context(mock.patch.multiple(operation, **least))
+            patches.enter_context(mock.patch.multiple(parts, **least))
         if drawn.chains:
             patches.enter_context(mock.patch.object(scan, "num_sms", return_value=1))
         yield

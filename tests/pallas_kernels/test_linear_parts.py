@@ -28,7 +28,7 @@ def inputs(batch, tokens, heads, channels):
         (1, 16384, 33, False, 2, 1),  # 132
         (1, 16384, 34, False, 1, 1),  # 136
         (2, 16384, 32, False, 1, 1),  # zigzag's two runs
-        (1, 16384 - 64, 32, False, 1, 1),  # an odd number of chunks
+        (1, 16384 + 64, 32, False, 1, 1),  # an odd number of chunks
         (1, 16384 - 128, 32, False, 1, 1),  # shorter parts
         (1, 16384, 8, False, 2, 4),
         (1, 16384 - 256, 8, False, 1, 1),

@@ -31,14 +31,10 @@ from pallas_kernels.linear.sm90 import gradients as chunk_gradients
 from pallas_kernels.linear.sm90.ahead import forward_with_inverses, spare_clusters
 from pallas_kernels.linear.sm90.channel_operands import ChannelOperands, channel_operands
 from pallas_kernels.linear.sm90.composition import composed
+from pallas_kernels.linear.sm90.parts import parts_of
 from pallas_kernels.linear.sm90.pipeline import LEAST_STEPS
 from pallas_kernels.linear.sm90.scan import ScanInputs, scan
 from pallas_kernels.linear.sm90.states import ReverseInputs, first_gradient, states
-
-# The most parts of a sequence, and the fewest chunks of a part; of one with a map for the parts'
-# sake.
-MOST_PARTS = 4
-LEAST_PART, LEAST_CHANNEL_PART, LEAST_MAPPED_PART = 128, 64, 64
 
 
 def form_of(inputs: Inputs) -> Form:
@@ -137,24 +133,15 @@ def mapped(inputs: Inputs, start: jax.Array) -> tuple[Prepared, jax.Array]:
 
 
 def parts(inputs: Inputs, has_maps: bool) -> int:
-    """Two or four where the scans of whole sequences would leave most SMs without one.
-
-    Where a map is needed anyway, parts cost its composition alone. Where that takes as long as
-    they gain, a sequence is one part. Maps for the parts' sake scan all tokens once more if a head
-    forgets nothing: only four parts gain more than that, and none with a decay per key channel.
-    """
+    """:func:`pallas_kernels.linear.sm90.parts.parts_of`, of these inputs on this GPU."""
     batch, length, heads, _ = inputs.v.shape
-    has_channels = inputs.log_decay.ndim > inputs.beta.ndim
-    least, found = LEAST_CHANNEL_PART if has_channels else LEAST_PART, 1
-    if not has_maps:
-        least = LEAST_MAPPED_PART
-    ctas, chunks = batch * heads * PARTS, length // CHUNK
-    while found < MOST_PARTS and 2 * found * ctas <= num_sms():
-        if chunks % (2 * found) or chunks // (2 * found) < least:
-            break
-        found *= 2
-    pays = has_maps or (found == MOST_PARTS and not has_channels)
-    return found if pays else 1
+    return parts_of(
+        batch * heads * PARTS,
+        length // CHUNK,
+        num_sms(),
+        channels=inputs.log_decay.ndim > inputs.beta.ndim,
+        has_maps=has_maps,
+    )
 
 
 def first_state_gradient(

@@ -15,11 +15,11 @@ LINEAR_CHANNELS = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and
 LINEAR_SM80 = "tests/pallas_kernels/test_linear_interpreted.py -k 'edges and sm80'"
 
 MUTANTS = [
-    ("pallas_kernels/linear/sm90/operation.py", "2 * found * ctas <= num_sms()", "2 * found * ctas < num_sms()", LINEAR_PARTS),
-    ("pallas_kernels/linear/sm90/operation.py", "if chunks % (2 * found) or chunks", "if chunks", LINEAR_PARTS),
-    ("pallas_kernels/linear/sm90/operation.py", "least, found = LEAST_CHANNEL_PART if has_channels else LEAST_PART, 1",
+    ("pallas_kernels/linear/sm90/parts.py", "2 * found * ctas <= sms", "2 * found * ctas < sms", LINEAR_PARTS),
+    ("pallas_kernels/linear/sm90/parts.py", "if chunks % (2 * found) or chunks", "if chunks", LINEAR_PARTS),
+    ("pallas_kernels/linear/sm90/parts.py", "least, found = LEAST_CHANNEL_PART if channels else LEAST_PART, 1",
      "least, found = LEAST_PART, 1", LINEAR_PARTS),
-    ("pallas_kernels/linear/sm90/operation.py", "pays = has_maps or (", "pays = True or (", LINEAR_PARTS),
+    ("pallas_kernels/linear/sm90/parts.py", "pays = has_maps or (", "pays = True or (", LINEAR_PARTS),
     ("burst_jax/linear/delta_rule.py", "implementation.parts(inputs, runs.total > 1)",
      "implementation.parts(inputs, True)", "tests/linear/test_context_parallel.py -k in_parts"),
     ("burst_jax/linear/convolution.py", "return first, jnp.where(last < 0, total - 1, last)",
@@ -126,6 +126,8 @@ MUTANTS = [
      "tests/linear/test_linear_errors.py -k each_gpu"),
     ("burst_jax/plan/delta_net.py", "return self.heads * value_parts(self.value_dim)", "return self.heads",
      "tests/plan/test_delta_net_plan.py -k other_head_dims"),
+    ("burst_jax/plan/delta_net.py", "chunks, ctas = chunks // parts, ctas * parts", "pass",
+     "tests/plan/test_delta_net_plan.py -k few_heads"),
     ("burst_jax/plan/delta_net.py", "total += (1 + passes) * 2 * (values + own_values)",
      "total += passes * 2 * (values + own_values)", "tests/plan/test_delta_net_plan.py -k other_head_dims"),
 ]  # fmt: skip

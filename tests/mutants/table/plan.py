@@ -24,7 +24,7 @@ MUTANTS = [
      "chunks * waves * a", f"{PLAN_DELTA_NET} measured"),
     ("burst_jax/plan/delta_net.py", "rows * self.runs * self.map_bytes\n        if n == 1:",
      "rows * self.map_bytes\n        if n == 1:", f"{PLAN_DELTA_NET} bytes"),
-    ("burst_jax/plan/delta_net.py", "seconds(rates.affine) + received", "received", f"{PLAN_DELTA_NET} ring"),
+    ("burst_jax/plan/delta_net.py", "forward += seconds(rates.affine)", "pass", f"{PLAN_DELTA_NET} ring"),
     ("burst_jax/plan/step_memory.py", "out = s.tokens * s.delta_net.kept_bytes(kernels)",
      "out = 2 * s.tokens * s.delta_net.kept_bytes(kernels)", f"{PLAN_DELTA_NET} saves"),
     ("burst_jax/plan/step_memory.py", "work + on_device + gradients)", "work + on_device)",
