@@ -41,7 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 CHANNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "edges-grouped": (128, {"heads": 2, "documents": 3, "edges": True}),
     "5-chunks-documents": (320, {"heads": 1, "documents": 3}),
-    "strong-decay": (64, {"heads": 1, "decay": 5.0}),
+    "strong-decay": (64, {"heads": 1, "decay": 5.0, "last": 0.1}),
 }
 # Key and value head dims: padded, padded and split, split alone; no multiples of 8.
 HEAD_DIMS = {"sm90": (96, 192), "sm80": (100, 300), "channels": (61, 130)}

@@ -73,6 +73,7 @@ def draw(
     documents: int = 0,
     edges: bool = False,
     channels: bool = False,
+    last: float = 1.0,
 ) -> Case:
     """A case in float32 that bfloat16 holds exactly, apart from gates and states.
 
@@ -88,6 +89,8 @@ def draw(
       documents: number of documents, with padding in and between them; 0 without ids.
       edges: some betas of 0, 1 and 2, some log decays of 0 and -1000.
       channels: whether there is a decay per key channel.
+      last: size of the last state's gradient. Those of a state's decays are small next to it, but
+        for tokens that it forgets.
     """
     value_dim = head_dim if value_dim is None else value_dim
 
@@ -121,7 +124,7 @@ def draw(
         beta,
         normal(batch, heads, head_dim, value_dim),
         normal(batch, length, heads, value_dim),
-        normal(batch, heads, head_dim, value_dim),
+        last * normal(batch, heads, head_dim, value_dim),
         ids,
     )
 

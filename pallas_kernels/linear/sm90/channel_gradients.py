@@ -14,7 +14,9 @@ the one and of write for the other.
 
 The gradient of the log decays from the chunk's start is ``q dq + k (read - write)``, of each token
 and channel, and in the last token also the sum of ``k out (U dS^T)`` over all tokens, and of
-``through S dS`` over all values. That of a token's log decay sums over the tokens from it on.
+``through S dS`` over all values. That of a token's log decay sums over the tokens from it on, of
+which two add the opposite of each other: it is that of the products' rounded operands, for which
+they cancel exactly. With strong decays little else is left.
 """
 
 from __future__ import annotations
@@ -259,12 +261,11 @@ def _channel_gradients(scale: float, memory: _Memory, half: Any, targets: list[A
     write = product(values.at[U], dstates) * out
     _end_gradient(memory, half, write * loaded(k))
     plgpu.barrier_wait(memory.scores_written)
-    sums = dq, read + write, read - write
+    sums = dq, read + write, dq * loaded(q) + (read - write) * loaded(k)
     sums = _add_warp_levels(memory, half, sums)
     for size in (warp_blocks.TOKENS, 2 * warp_blocks.TOKENS):
         sums = lax.optimization_barrier(_add_level(memory, half, size, sums))
-    dq, dk, difference = sums
-    dlog = dq * loaded(q) + difference * loaded(k)
+    dq, dk, dlog = sums
     _send(memory, half, dq, dk, targets[:2])
     _log_decay_gradient(memory, half, dlog, targets[2])
 
@@ -327,9 +328,8 @@ def _add_warp_levels(
     own = jnp.where(decays.warp_diagonal(), of_rows, jnp.zeros_like(of_rows))
     own = jnp.sum(own.astype(jnp.float32), axis=1)
     own = plgpu.layout_cast(lax.broadcast_in_dim(own, SQUARE, (0,)), TILE)
-    dq, dk, difference = sums
-    of_queries = own * loaded(q)
-    sums = dq + own * loaded(k), dk + of_queries, difference - of_queries
+    dq, dk, dlog = sums
+    sums = dq + own * loaded(k), dk + own * loaded(q), dlog
 
     def add(level: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         size = lax.shift_left(i32(1), level)
@@ -340,31 +340,32 @@ def _add_warp_levels(
         rows, columns, keys = (
             jnp.where(pairs, x, jnp.zeros_like(x)) for x in (of_rows, of_columns, of_keys)
         )
-        sums = _with_queries(sums, factors, warp_blocks.sums((rows, scaled_k)))
+        sums = _with_queries(sums, factors, scaled_q, warp_blocks.sums((rows, scaled_k)))
         key = warp_blocks.sums((keys, scaled_k), (columns, scaled_q))
-        return _with_keys(sums, size, factors, key)
+        return _with_keys(sums, size, factors, scaled_k, key)
 
     warpgroup_barrier()  # All threads' products have read what is overwritten.
     return lax.fori_loop(i32(0), i32(decays.WARP_LEVELS), add, sums)
 
 
 def _with_queries(
-    sums: tuple[jax.Array, ...], factors: jax.Array, query: jax.Array
+    sums: tuple[jax.Array, ...], factors: jax.Array, scaled: Any, query: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sums with a level's part of dQ. Later products need not start before it is added."""
-    dq, dk, difference = sums
-    query = query * factors.astype(jnp.float32)
-    return lax.optimization_barrier((dq + query, dk, difference))
+    dq, dk, dlog = sums
+    dlog = dlog + query * loaded(scaled)
+    return lax.optimization_barrier((dq + query * factors.astype(jnp.float32), dk, dlog))
 
 
 def _with_keys(
-    sums: tuple[jax.Array, ...], size: Any, factors: jax.Array, key: jax.Array
+    sums: tuple[jax.Array, ...], size: Any, factors: jax.Array, scaled: Any, key: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sums with a level's part of dK: rows are read, columns written."""
-    dq, dk, difference = sums
-    key = key * factors.astype(jnp.float32)
+    dq, dk, dlog = sums
+    of_decays = key * loaded(scaled)
     is_row = (index(0) & size) != 0
-    return dq, dk + key, difference + jnp.where(is_row, key, -key)
+    dlog = dlog + jnp.where(is_row, of_decays, -of_decays)
+    return dq, dk + key * factors.astype(jnp.float32), dlog
 
 
 def _add_level(
@@ -389,8 +390,9 @@ def _add_level(
         plgpu.wgmma(acc, of_level(DP_TRANSPOSED), scaled_q)
         return plgpu.wgmma_accumulator_load(acc)
 
-    sums = _with_queries(sums, factors, product(of_level(DP), scaled_k))
-    return _with_keys(sums, size, factors, pl.run_scoped(of_keys, accumulator(CHANNELS)))
+    sums = _with_queries(sums, factors, scaled_q, product(of_level(DP), scaled_k))
+    key = pl.run_scoped(of_keys, accumulator(CHANNELS))
+    return _with_keys(sums, size, factors, scaled_k, key)
 
 
 def _send(memory: _Memory, half: Any, dq: jax.Array, dk: jax.Array, targets: list[Any]) -> None:

@@ -94,7 +94,7 @@ MUTANTS = [
      "32: frozenset()", LINEAR_CHANNELS),
     ("pallas_kernels/linear/sm90/channel_operands.py", "same & (column < row)", "column < row",
      LINEAR_CHANNELS),
-    ("pallas_kernels/linear/sm90/channel_gradients.py", "jnp.where(is_row, key, -key)", "key",
+    ("pallas_kernels/linear/sm90/channel_gradients.py", "jnp.where(is_row, of_decays, -of_decays)", "of_decays",
      LINEAR_CHANNELS),
     ("pallas_kernels/linear/sm90/channel_gradients.py", "(beta == 0) | begins", "beta == 0",
      LINEAR_CHANNELS),
