@@ -51,7 +51,7 @@ TIERS = {
         "compiles for A100 and H100; needs JAX's CUDA plugin, no GPU",
         "make test-all runs them"
         if compiled.cuda_compiler_present()
-        else "make test-all EXTRAS=test,cuda13 installs the plugin (4 GB) and runs them",
+        else "make test-all EXTRAS=test,compiler installs the plugin (700 MB) and runs them",
     ),
     "mosaic_interpreter": (
         "interprets the Hopper kernels, or finds races, which needs JAX 0.12 or newer",
@@ -217,7 +217,7 @@ def pytest_collection_modifyitems(config, items):
         )
     absent, most = absent_tiers(config), config.getoption("--first")
     if config.getoption("--require-cuda-compiler") and "cuda_compiler" in absent:
-        raise pytest.UsageError("tests need JAX's CUDA plugin: pip install 'burst-jax[cuda13]'")
+        raise pytest.UsageError("tests need JAX's CUDA plugin: pip install 'burst-jax[compiler]'")
     kept, seen = [], collections.defaultdict(set)
     for item in items:
         markers = {marker.name for marker in item.iter_markers()}
