@@ -180,24 +180,36 @@ def compile_call(
         dkv = tokens(kv_heads, dim, wide), tokens(kv_heads, value_dim, wide)
         sums = carry, tokens(heads, dim, wide), dkv
 
-    def run(arrays, cotangents, sums):
+    def inputs_of(arrays):
         q, k, v, ids, bounds, per_head, seeds, table = arrays
         positions = local_calls.tokens(jnp.arange(length, dtype=jnp.int32), ids)
         mask = None if table is None else BlockMask(table, *[blocks] * 4)
         of_heads = per_head, seeds, mask, bool(mods)
         sides = q, k, v, positions._replace(**bounds), positions
-        inputs = local_calls.inputs_of(*sides, *of_heads)
-        results = []
+        return local_calls.inputs_of(*sides, *of_heads)
+
+    # Arguments, so that XLA compiles no program that computes them.
+    tiles = {
+        half: jax.eval_shape(
+            lambda arrays, of=getattr(local, f"{half}_bounds"): of(inputs_of(arrays), spec=spec),
+            arrays,
+        )
+        for half in ("forward", "backward")
+        if half in halves
+    }
+    tiles = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), tiles)
+
+    def run(arrays, cotangents, sums, tiles):
+        inputs, results = inputs_of(arrays), []
         if "forward" in halves:
-            tiles = local.forward_bounds(inputs, spec=spec)
-            results.append(local.forward(inputs, tiles, sums[0], spec=spec, out_dtype=out_dtype))
+            given = tiles["forward"], sums[0]
+            results.append(local.forward(inputs, *given, spec=spec, out_dtype=out_dtype))
         if "backward" in halves:
-            tiles = local.backward_bounds(inputs, spec=spec)
             inputs = local_calls.with_cotangents(inputs, *cotangents)
-            given = (*sums[1:],)
-            results.append(local.backward(inputs, tiles, *given, spec=spec, out_dtype=out_dtype))
+            given = tiles["backward"], *sums[1:]
+            results.append(local.backward(inputs, *given, spec=spec, out_dtype=out_dtype))
         return results
 
     # One device: nothing varies, and the kernels take no array in place that is marked as varying.
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    return compiled.compile_for(run, arrays, cotangents, sums, **options)
+    return compiled.compile_for(run, arrays, cotangents, sums, tiles, **options)
