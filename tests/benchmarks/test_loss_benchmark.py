@@ -33,6 +33,7 @@ def test_the_reference_is_the_formula(monkeypatch):
         np.testing.assert_allclose(got[name], gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_correct_losses_are_timed_and_saved(monkeypatch, tmp_path, capsys):
     def median_time(call):
         jax.block_until_ready(call())

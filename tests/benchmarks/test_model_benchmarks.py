@@ -265,6 +265,7 @@ def test_servers_that_differ_are_left_out(capsys, monkeypatch):
     assert "striped          logits differ by 0.2" in striped
 
 
+@pytest.mark.slow  # a model to compile
 def test_a_decoding_step_reads_the_experts_that_are_hit(monkeypatch, capsys, tmp_path):
     mixture = dataclasses.replace(
         SMALL, num_layers=2, feed_forward=MixtureOfExperts, experts=Experts(6, 2)
@@ -297,6 +298,7 @@ def test_experts_that_uniform_routing_hits():
     assert decode_step.expected_hits(SMALL, 3) == 0
 
 
+@pytest.mark.slow  # a model to compile
 def test_a_decoding_step_of_a_hybrid_reads_and_writes_states():
     sizes = DeltaNet(4, 2, 8, 16)
     pattern = (LayerKind(mixer="delta_net"), LayerKind())

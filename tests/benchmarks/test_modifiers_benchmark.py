@@ -15,6 +15,7 @@ from burst_jax.command_line import Unusable
 CASE = modifiers.Case("small", 1, 64, 4, 4, 16, is_causal=True)
 
 
+@pytest.mark.slow  # two programs of each option
 def test_ratios_of_all_options(monkeypatch, capsys):
     no_clock = SimpleNamespace(between=lambda *_: (1500.0, 600.0))
     monkeypatch.setattr(modifiers, "require_gpus", lambda *_: None)

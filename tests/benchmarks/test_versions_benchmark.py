@@ -27,6 +27,7 @@ def installation(monkeypatch):
     return versions.Installation.parse(f"{sys.executable}:{ROOT}")
 
 
+@pytest.mark.slow  # two processes that compile
 def test_processes_have_the_same_results_and_are_timed(installation, tmp_path):
     with versions._workers([installation, installation]) as workers:
         with pytest.raises(RuntimeError, match="needs an NVIDIA GPU; JAX runs on 'cpu' here"):

@@ -114,6 +114,7 @@ def test_named_results_save_the_scan_and_the_exchange():
     assert (saved, recomputed) == (3, 4)
 
 
+@pytest.mark.slow
 def test_x64():
     with jax.enable_x64(True):
         got = calls.results(calls.on_mesh(N_DEVICES, LAYOUT), case(), N_DEVICES, LAYOUT)

@@ -128,6 +128,7 @@ def test_wrong_answers_are_noticed():
     assert not missed
 
 
+@pytest.mark.slow
 def test_drawn_rings_on_two_devices():
     """Right, with sinks and padding, and the ring that ``--only`` repeats is the same one."""
     found = [ring_draws.draw_ring("xla", i, 2, (96, 160)) for i in range(4, 7)]

@@ -258,7 +258,10 @@ def test_each_step_of_a_ring_has_a_name():
 
 @pytest.mark.parametrize(
     ("layout", "limit"),
-    [("contiguous", "_MOST_KNOWN_SCORES"), ("zigzag", "_MOST_KNOWN_STEPS")],
+    [
+        ("contiguous", "_MOST_KNOWN_SCORES"),
+        pytest.param("zigzag", "_MOST_KNOWN_STEPS", marks=pytest.mark.slow),
+    ],
 )
 def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypatch, layout, limit):
     """Every shard has several tiles."""

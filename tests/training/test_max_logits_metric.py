@@ -86,10 +86,11 @@ def check(found: Any, want: np.ndarray) -> None:
     ("sizes", "accumulate", "remat"),
     [
         pytest.param((1, 1, 1, 2, 2), 2, "attention", id="accumulated-seq2-tensor2"),
-        pytest.param((2, 1, 1, 2, 1), 1, "half", id="half-data2-seq2", marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 2, 1), 1, "full", id="full-fsdp2-seq2", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 2, 1), 1, "half", id="half-data2-seq2"),
+        pytest.param((1, 2, 1, 2, 1), 1, "full", id="full-fsdp2-seq2"),
     ],
 )
+@pytest.mark.slow  # a training step to compile; the pipeline below is quick
 def test_a_step_on_four_devices_returns_them(sizes, accumulate, remat):
     config = dataclasses.replace(PLAIN, remat=remat)
     mesh, sgd, weights = sized(sizes), optax.sgd(0.1), weights_of(config)

@@ -107,7 +107,7 @@ def test_the_first_step_on_a_ring_is_that_of_the_mean_loss():
     ("param_dtype", "weight", "accumulate"),
     [
         pytest.param(jnp.float16, 1e4, 2, id="accumulated"),
-        pytest.param(jnp.float32, 1e6, 1, id="float32-weights"),
+        pytest.param(jnp.float32, 1e6, 1, id="float32-weights", marks=pytest.mark.slow),
     ],
 )
 def test_float16_trains_whatever_the_sum_of_the_weights(param_dtype, weight, accumulate):
