@@ -72,7 +72,7 @@ def run(case, family, both_chains):
             rows = operation.affine(inputs, prepared, half)
         maps = {"mapped": rows}
         if both_chains:
-            with mock.patch.object(scan90, "num_sms", lambda: 1):
+            with mock.patch.object(scan90, "num_sms", return_value=1):
                 maps["mapped by two chains"] = operation.affine(inputs, prepared, half)
         *results, kept = kernels.forward(inputs, prepared, start, case.scale)
         prepared = kernels.restore(inputs, kept)

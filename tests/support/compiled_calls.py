@@ -189,12 +189,10 @@ def compile_call(
         return local_calls.inputs_of(*sides, *of_heads)
 
     # Arguments, so that XLA compiles no program that computes them.
+    bounds_of = {"forward": local.forward_bounds, "backward": local.backward_bounds}
     tiles = {
-        half: jax.eval_shape(
-            lambda arrays, of=getattr(local, f"{half}_bounds"): of(inputs_of(arrays), spec=spec),
-            arrays,
-        )
-        for half in ("forward", "backward")
+        half: jax.eval_shape(lambda arrays, of=of: of(inputs_of(arrays), spec=spec), arrays)
+        for half, of in bounds_of.items()
         if half in halves
     }
     tiles = jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), tiles)
