@@ -245,7 +245,7 @@ def pytest_terminal_summary(terminalreporter, config):
 # Folders and files that test what surrounds local attention: its dense reference compiles in two
 # thirds of the time.
 AROUND_ATTENTION = {
-    "layers", "models", "serving", "training", "verify",
+    "benchmarks", "layers", "models", "serving", "training", "verify",
     "test_docs.py", "test_examples.py", "test_hf_examples.py",
     "test_training_end.py",
 }  # fmt: skip
