@@ -135,16 +135,19 @@ def _compile_quickly(request):
 def assembled(monkeypatch, capfd):
     """``assembled(run, ...)``: what the assembler reports while ``run(...)`` compiles for an H100.
 
-    Products' operands in registers are right.
+    With the oldest JAX and ptxas, products' operands in registers are right: newer ptxas do not
+    write them at the wrong time, and printing the code takes half a second per kernel.
     """
+    reads_code = jax.__version_info__ < (0, 12)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+    if reads_code:
+        monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
 
     def report(run, *args, **kwargs):
         capfd.readouterr()
         run(*args, **kwargs)
         printed = "".join(capfd.readouterr())
-        assert not wrong_operands(printed)
+        assert not reads_code or not wrong_operands(printed)
         return compiled.ptxas(printed)
 
     return report
