@@ -179,7 +179,7 @@ class Implementation:
       forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
-      split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
+      split_backward: ``(bounds, inputs, *, spec) -> (one, other)``, the bounds of two calls whose
         gradients add up to those of one call with ``bounds``. A ring defers one of the calls to
         overlap the rotating gradient's final send. None if the work cannot be split.
       dq_accumulator: how ``backward`` accumulates dQ, if not in an array like dQ itself.
@@ -211,7 +211,7 @@ class Implementation:
     unsupported: Callable[[AttentionInputs], str | None]
     unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
-    split_backward: Callable[[Any], tuple[Any, Any]] | None = None
+    split_backward: Callable[..., tuple[Any, Any]] | None = None
     dq_accumulator: DqAccumulator | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True

@@ -158,7 +158,10 @@ class LocalBackward:
 
         self._bounds_at = _bounds_at(route, inputs, rotating, bounds)
         whole = self._bounds_at(route.local, rotating)
-        self._local_bounds = _bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
+        self._local_bounds = _bounds_of_parts(
+            implementation, request.spec, whole, inputs_at(route.local, rotating),
+            alone=len(route.offsets) == 1,
+        )  # fmt: skip
         self.splits_local = "first" in self._local_bounds
         self.rotating = rotating
         self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
@@ -246,8 +249,9 @@ class Gradients:
 
 
 def _bounds_of_parts(
-    implementation: Implementation, whole: Any, *, alone: bool = False
-) -> dict[Part, Any]:
+    implementation: Implementation, spec: AttentionSpec, whole: Any, inputs: AttentionInputs,
+    *, alone: bool = False,
+) -> dict[Part, Any]:  # fmt: skip
     """The backward bounds of the local block's parts: whole, and first and second half.
 
     There are no halves if the work cannot be split, or if it is done ``alone``, without a ring.
@@ -255,7 +259,7 @@ def _bounds_of_parts(
     split = implementation.split_backward
     if split is None or alone:
         return {"whole": whole}
-    first, second = split(whole)
+    first, second = split(whole, inputs, spec=spec)
     return {"whole": whole, "first": first, "second": second}
 
 

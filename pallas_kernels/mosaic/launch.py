@@ -201,6 +201,11 @@ def with_padding(
     def backward_bounds(inputs: AttentionInputs, **options: Any) -> Any:
         return implementation.backward_bounds(padded_inputs(inputs, backward_dims), **options)
 
+    def split_backward(bounds: Any, inputs: AttentionInputs, **options: Any) -> tuple[Any, Any]:
+        split = implementation.split_backward
+        assert split is not None
+        return split(bounds, padded_inputs(inputs, backward_dims), **options)
+
     if accumulator is not None:
         zeros, finish = accumulator.zeros, accumulator.finish
 
@@ -221,6 +226,7 @@ def with_padding(
         dq_accumulator=accumulator,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
+        split_backward=None if implementation.split_backward is None else split_backward,
     )
 
 

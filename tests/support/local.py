@@ -69,7 +69,7 @@ def gradients(
     )
     bounds = implementation.backward_bounds(inputs, spec=spec)
     if part is not None:
-        bounds = implementation.split_backward(bounds)[part]
+        bounds = implementation.split_backward(bounds, inputs, spec=spec)[part]
     sums = dq, None if dkv is None else tuple(dkv)
     return implementation.backward(inputs, bounds, *sums, spec=spec, out_dtype=out_dtype)
 

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, pad_axis
 from pallas_kernels.backend import Dkv
-from pallas_kernels.bounds import HalfBounds, key_bounds
+from pallas_kernels.bounds import GroupedBounds, key_bounds, split_tiles
 from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
@@ -73,7 +73,7 @@ from pallas_kernels.mosaic.tile_scheduler import (
     WorkTile,
     for_each_work_tile,
 )
-from pallas_kernels.mosaic.work_tiles import TileCoordinates
+from pallas_kernels.mosaic.work_tiles import Half, TileCoordinates
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
@@ -98,8 +98,9 @@ def backward(
         inputs, spec, config, dkv=dkv, out_dtype=out_dtype, deterministic=deterministic
     )
     config = static.config
-    if isinstance(bounds, HalfBounds):
-        bounds, static = bounds.bounds, dataclasses.replace(static, half=bounds.half)
+    if isinstance(bounds, GroupedBounds):
+        static = dataclasses.replace(static, group_heads=bounds.group_heads)
+        bounds = bounds.bounds
     static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
@@ -193,6 +194,34 @@ def backward_bounds(
     sides, block_mask = (inputs.query, inputs.kv), inputs.shared.block_mask
     bounds = key_bounds(spec.mask, *sides, config.tiles, block_mask, inputs.groups)
     return with_key_intervals(bounds, inputs, spec, config)
+
+
+def split_backward(
+    bounds: Any,
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: MosaicConfig | None = None,
+    deterministic: bool = False,
+) -> tuple[Any, Any]:
+    """``split_backward`` of an :class:`Implementation`: the halves of the KV tiles.
+
+    A causal mask gives the first half more work than the second. Where L2 swizzle groups of other
+    sizes are better for a half, it has a kernel of its own. All other parts run the same one, which
+    is lowered once.
+    """
+    static = backward_static(inputs, spec, config, deterministic=deterministic)
+    static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
+    first, second = split_tiles(bounds)
+    if not static.is_causal:
+        return first, second
+    whole = static.work_tiles
+
+    def grouped(part: Any, half: Half) -> Any:
+        group_heads = dataclasses.replace(whole, half=half).group_heads
+        return part if group_heads == whole.group_heads else GroupedBounds(part, group_heads)
+
+    return grouped(first, "first"), grouped(second, "second")
 
 
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:

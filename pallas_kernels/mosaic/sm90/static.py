@@ -8,7 +8,6 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bounds import Half
 from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM, BackwardForm
 from pallas_kernels.mosaic.sm90.configs import (
@@ -234,14 +233,14 @@ class BackwardStatic(Sm90Static):
         point (:mod:`pallas_kernels.mosaic.fixed_point`).
       has_intervals: whether the kernel reads intervals of queries
         (:mod:`pallas_kernels.mosaic.sm90.row_intervals`).
-      half: the half of the KV tiles that may have work; None: all may.
+      group_heads: heads per L2 swizzle group; None chooses them for work on all KV tiles.
     """
 
     adds_dkv: bool
     dkv_dtype: np.dtype
     deterministic: bool
     has_intervals: bool = False
-    half: Half | None = None
+    group_heads: int | None = None
 
     @property
     def consumers(self) -> int:
@@ -505,7 +504,7 @@ class BackwardStatic(Sm90Static):
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=persistent,
             may_be_local=self.may_be_local and (persistent or self.has_intervals),
-            half=self.half if self.is_causal else None,
+            given_group_heads=self.group_heads,
         )  # fmt: skip
 
     @property
