@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -19,6 +19,17 @@ from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.spec import AttentionSpec
 
 Dkv = tuple[jax.Array, jax.Array]
+
+
+class HalfDkv(NamedTuple):
+    """dK and dV of which the second half of the KV tiles is not set yet.
+
+    An implementation that returns it for one part of the work stores there, instead of adding, when
+    it is given it for another.
+    """
+
+    dk: jax.Array
+    dv: jax.Array
 
 
 class ForwardFunction(Protocol):

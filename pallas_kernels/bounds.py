@@ -152,16 +152,18 @@ def split_backward[Bounds](
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GroupedBounds[Bounds]:
-    """Tile bounds of which many are empty, and how a kernel orders the tiles.
+class HalfBounds[Bounds]:
+    """Tile bounds of which those of a half of the tiles are empty, as a kernel knows beforehand.
 
     Attributes:
       bounds: the bounds of all tiles.
       group_heads: heads per L2 swizzle group.
+      writes_half: whether a kernel that makes new arrays leaves those of the second half unset.
     """
 
     bounds: Bounds
     group_heads: int = dataclasses.field(metadata={"static": True})
+    writes_half: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def _tiles(

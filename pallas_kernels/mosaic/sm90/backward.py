@@ -34,8 +34,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, pad_axis
-from pallas_kernels.backend import Dkv
-from pallas_kernels.bounds import GroupedBounds, key_bounds, split_tiles
+from pallas_kernels.backend import Dkv, HalfDkv
+from pallas_kernels.bounds import HalfBounds, key_bounds, split_tiles
 from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
@@ -98,9 +98,14 @@ def backward(
         inputs, spec, config, dkv=dkv, out_dtype=out_dtype, deterministic=deterministic
     )
     config = static.config
-    if isinstance(bounds, GroupedBounds):
-        static = dataclasses.replace(static, group_heads=bounds.group_heads)
+    if isinstance(bounds, HalfBounds):
+        writes_half = bounds.writes_half and dkv is None and static.may_write_half
+        static = dataclasses.replace(
+            static, group_heads=bounds.group_heads, writes_half=writes_half
+        )
         bounds = bounds.bounds
+    if isinstance(dkv, HalfDkv):
+        static = dataclasses.replace(static, stores_half=True)
     static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
@@ -164,7 +169,8 @@ def backward(
         dk, dv = (lax.bitcast_convert_type(x, static.dkv_dtype) for x in (dk, dv))
         if dkv is not None:
             dk, dv = dkv[0] + dk, dkv[1] + dv
-    return dq._replace(values=results.dq), (dk, dv), per_head
+    made = HalfDkv(dk, dv) if static.writes_half else (dk, dv)
+    return dq._replace(values=results.dq), made, per_head
 
 
 def _bases_and_lse(
@@ -207,8 +213,8 @@ def split_backward(
     """``split_backward`` of an :class:`Implementation`: the halves of the KV tiles.
 
     A causal mask gives the first half more work than the second. Where L2 swizzle groups of other
-    sizes are better for a half, it has a kernel of its own. All other parts run the same one, which
-    is lowered once.
+    sizes are better for a half, it has a kernel of its own; the first one also where it leaves the
+    second half of dK and dV unset. All other parts run the same one, which is lowered once.
     """
     static = backward_static(inputs, spec, config, deterministic=deterministic)
     static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
@@ -217,11 +223,13 @@ def split_backward(
         return first, second
     whole = static.work_tiles
 
-    def grouped(part: Any, half: Half) -> Any:
+    def of_half(part: Any, half: Half, writes_half: bool = False) -> Any:
         group_heads = dataclasses.replace(whole, half=half).group_heads
-        return part if group_heads == whole.group_heads else GroupedBounds(part, group_heads)
+        if group_heads == whole.group_heads and not writes_half:
+            return part
+        return HalfBounds(part, group_heads, writes_half)
 
-    return grouped(first, "first"), grouped(second, "second")
+    return of_half(first, "first", static.may_write_half), of_half(second, "second")
 
 
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
@@ -248,13 +256,13 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
 
     run_all = functools.partial(
         for_each_work_tile, static.work_tiles, scheduler, iterator_of,
-        steps_per_tile=static.groups, skip_empty=True,
+        steps_per_tile=static.groups, skip_empty=True, empty_first=static.form is NARROW,
     )  # fmt: skip
 
     def consume(warpgroup):
         # Keys that no query attends to add nothing, but new arrays must be written.
         run_empty = None
-        if not static.adds_dkv:
+        if not static.adds_dkv or static.stores_half:
             of_form = split_step if static.form is SPLIT else backward_epilogue
             run_empty = functools.partial(of_form.write_zeros, static, refs, warpgroup)
         inline = None

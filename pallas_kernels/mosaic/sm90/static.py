@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mask import Mask
-from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM, BackwardForm
+from pallas_kernels.mosaic.sm90.backward_forms import NARROW, WIDEST_NARROW_HEAD_DIM, BackwardForm
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
@@ -234,6 +234,9 @@ class BackwardStatic(Sm90Static):
       has_intervals: whether the kernel reads intervals of queries
         (:mod:`pallas_kernels.mosaic.sm90.row_intervals`).
       group_heads: heads per L2 swizzle group; None chooses them for work on all KV tiles.
+      writes_half: whether dK and dV of the second half of the KV tiles, which have no work, are
+        left unset.
+      stores_half: whether they are unset in the arrays that are added to, and so stored.
     """
 
     adds_dkv: bool
@@ -241,6 +244,8 @@ class BackwardStatic(Sm90Static):
     deterministic: bool
     has_intervals: bool = False
     group_heads: int | None = None
+    writes_half: bool = False
+    stores_half: bool = False
 
     @property
     def consumers(self) -> int:
@@ -303,6 +308,20 @@ class BackwardStatic(Sm90Static):
         """
         as_bits = self.deterministic and not self.rounds_dkv
         return np.dtype(np.int32) if as_bits else self.dkv_dtype
+
+    @property
+    def may_write_half(self) -> bool:
+        """Whether dK and dV of half of the KV tiles may be left unset, for a later call to store.
+
+        With a causal mask the halves usually are calls of kernels of their own anyway.
+        """
+        may_write = self.form is NARROW and not (self.deterministic or self.rounds_dkv)
+        return may_write and self.is_causal
+
+    @property
+    def first_half_end(self) -> int:
+        """The first KV tile of the second half."""
+        return (self.kv_tiles + 1) // 2
 
     @property
     def stages_dv_in_values(self) -> bool:
