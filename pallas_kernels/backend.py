@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -19,6 +19,17 @@ from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 from pallas_kernels.spec import AttentionSpec
 
 Dkv = tuple[jax.Array, jax.Array]
+
+
+class HalfDkv(NamedTuple):
+    """dK and dV of which the second half of the KV tiles is not set yet.
+
+    An implementation that returns it for one part of the work stores there, instead of adding, when
+    it is given it for another.
+    """
+
+    dk: jax.Array
+    dv: jax.Array
 
 
 class ForwardFunction(Protocol):
@@ -179,7 +190,7 @@ class Implementation:
       forward_bounds: ``(inputs, *, spec) -> bounds`` for ``forward``'s own tiles: a pytree of
         tables, which depend on positions and segment ids, not on layers.
       backward_bounds: the same for ``backward``.
-      split_backward: ``bounds -> (one, other)``, the bounds of two calls of ``backward`` whose
+      split_backward: ``(bounds, inputs, *, spec) -> (one, other)``, the bounds of two calls whose
         gradients add up to those of one call with ``bounds``. A ring defers one of the calls to
         overlap the rotating gradient's final send. None if the work cannot be split.
       dq_accumulator: how ``backward`` accumulates dQ, if not in an array like dQ itself.
@@ -211,7 +222,7 @@ class Implementation:
     unsupported: Callable[[AttentionInputs], str | None]
     unsupported_functions: Callable[..., str | None] = supports_all_functions
     unavailable: Callable[[str, float | None], str | None] = runs_anywhere
-    split_backward: Callable[[Any], tuple[Any, Any]] | None = None
+    split_backward: Callable[..., tuple[Any, Any]] | None = None
     dq_accumulator: DqAccumulator | None = None
     backward_unsupported: Callable[[AttentionInputs], str | None] | None = None
     deterministic: bool = True

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,11 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.block_mask import BlockMask
-from pallas_kernels.inputs import KVSide, QuerySide, Side
+from pallas_kernels.inputs import AttentionInputs, KVSide, QuerySide, Side
 from pallas_kernels.mask import Mask, TileSummary, both
-from pallas_kernels.spec import Tiles
+from pallas_kernels.spec import AttentionSpec, Tiles
 
 _INT32 = jnp.iinfo(jnp.int32)
-# Halves of the tiles, by index.
-Half = Literal["first", "second"]
 
 
 def query_bounds(
@@ -136,32 +134,36 @@ def split_tiles[Bounds](bounds: Bounds) -> tuple[Bounds, Bounds]:
     """
 
     def half(table: jax.Array, first: bool) -> jax.Array:
-        tiles = table.shape[-2]
-        index = jnp.arange(tiles, dtype=jnp.int32)[:, None]
-        return jnp.where((index < (tiles + 1) // 2) == first, table, 0)
+        tiles, xp = table.shape[-2], module_of(table)
+        index = np.arange(tiles, dtype=np.int32)[:, None]
+        return xp.where((index < (tiles + 1) // 2) == first, table, np.int32(0))
 
     first, second = (jax.tree.map(lambda x, i=i: half(x, i), bounds) for i in (True, False))
     return first, second
 
 
+def split_backward[Bounds](
+    bounds: Bounds, inputs: AttentionInputs, *, spec: AttentionSpec
+) -> tuple[Bounds, Bounds]:
+    """:func:`split_tiles` as an implementation's ``split_backward``."""
+    del inputs, spec
+    return split_tiles(bounds)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HalfBounds[Bounds]:
-    """Tile bounds of which half of the tiles are empty, as a kernel knows before it starts.
+    """Tile bounds of which those of a half of the tiles are empty, as a kernel knows beforehand.
 
     Attributes:
       bounds: the bounds of all tiles.
-      half: the half whose tiles may have work.
+      group_heads: heads per L2 swizzle group.
+      writes_half: whether a kernel that makes new arrays leaves those of the second half unset.
     """
 
     bounds: Bounds
-    half: Half = dataclasses.field(metadata={"static": True})
-
-
-def split_into_halves[Bounds](bounds: Bounds) -> tuple[HalfBounds[Bounds], HalfBounds[Bounds]]:
-    """As :func:`split_tiles`, for kernels whose order of tiles depends on which have work."""
-    first, second = split_tiles(bounds)
-    return HalfBounds(first, "first"), HalfBounds(second, "second")
+    group_heads: int = dataclasses.field(metadata={"static": True})
+    writes_half: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def _tiles(

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import softmax
 from pallas_kernels.arrays import pad_axis, vary, varying_axes
 from pallas_kernels.backend import Dkv, Implementation, supports_all_inputs
-from pallas_kernels.bounds import lists_for_all, over_batch, query_bounds, split_tiles
+from pallas_kernels.bounds import lists_for_all, over_batch, query_bounds, split_backward
 from pallas_kernels.dropout import column_hashes
 from pallas_kernels.elementwise import ScoreCoordinates
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
@@ -364,7 +364,7 @@ def in_tiles(tiles: Tiles | None = None) -> Implementation:
         backward=functools.partial(backward, tiles=tiles),
         forward_bounds=functools.partial(_bounds, tiles=tiles),
         backward_bounds=functools.partial(_bounds, tiles=tiles),
-        split_backward=split_tiles,
+        split_backward=split_backward,
         unsupported=supports_all_inputs,
         second_derivatives="forward",
     )

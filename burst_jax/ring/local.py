@@ -27,6 +27,11 @@ from pallas_kernels.inputs import Carry, PerHead, Side
 # Up to so many scores of all devices and steps, 2^22 tiles of 128 x 128, and so many pairs of a
 # device and a step tile bounds are computed while tracing, in less than a second.
 _MOST_KNOWN_SCORES, _MOST_KNOWN_STEPS = 2**36, 256
+# Most numbers in the tables of all devices: a constant of 4 MiB.
+_MOST_KNOWN_NUMBERS = 2**20
+# Numbers in 128 bytes. XLA passes a slice of an array to a kernel without a copy if it begins at a
+# multiple of them.
+_ROW = 32
 
 
 def local_implementation(
@@ -54,21 +59,124 @@ def with_block_runs(request: Request, inputs: AttentionInputs) -> AttentionInput
     return inputs._replace(shared=inputs.shared._replace(block_mask=blocks))
 
 
-def _with_positions(
-    request: Request,
-    route: Route,
-    offset: Offset | jax.Array,
-    side: Any,
-    device: int | None = None,
-) -> Any:
-    """The side that this device holds at ``offset``, with the layout's positions if it has none.
+class _Steps:
+    """What kernels read at the ring steps of a pass: inputs, and tile bounds.
 
-    ``device``: with those of the block that this device holds there.
+    Attributes:
+      route: the route of the rotating side.
+      splits_local: whether the local block's work is done in two halves.
     """
-    if side.positions is not None:
-        return side
-    positions = request.layout_positions(route, side.length, offset, device)
-    return side._replace(positions=positions)
+
+    def __init__(
+        self,
+        request: Request,
+        route: Route,
+        sides: tuple[Side, Side],
+        inputs_of: Callable[[Any, Any], AttentionInputs],
+        bounds_of: Callable[[AttentionInputs], Any],
+        split: Callable[[Any, AttentionInputs], tuple[Any, Any]] | None = None,
+    ):
+        """``sides``: the stationary one, and this device's block of the rotating one.
+
+        ``inputs_of`` is of both; ``bounds_of`` and ``split`` are an implementation's.
+        """
+        self.route, self._request, self._sides = route, request, sides
+        self._inputs_of, self._bounds_of, self._split = inputs_of, bounds_of, split
+        alone = len(route.offsets) == 1
+        # There are no halves if the work cannot be split, or if it is done without a ring.
+        self.splits_local = split is not None and not alone
+        own, block = sides
+        self._own = self._with_positions(route.local, own)
+        self._bounds: dict[tuple[Offset, Part], Any] = {}
+        self._positions: dict[Offset, Any] = {}
+        inputs = inputs_of(own, block)
+        if alone or block.token_arrays or inputs.shared.block_mask is not None:
+            # Segment ids, KV bounds and positions given as arrays are received with their block, so
+            # tables that depend on them are computed at their step. So are the tile lists of a
+            # block-sparse mask: those of all steps would use too much memory.
+            self._bounds[route.local, "whole"] = self._bounds_of(self.inputs(route.local, block))
+            self._add_halves(self._bounds, block)
+            return
+        known = _known_tables(route, inputs, self._tables_of)
+        if known is not None:
+            *positions, bounds = known
+            if positions:
+                self._own = own._replace(positions=positions[0][0])
+                self._positions = dict(zip(route.offsets, positions[0][1:], strict=True))
+            self._bounds = dict(zip(self._calls, bounds, strict=True))
+            return
+        # At once they take one small kernel instead of several per step. This also saves memory:
+        # XLA allocates tables that are computed step by step between the blocks, and a program for
+        # 12 or more A100 then needs one more block of memory.
+        offsets = jnp.asarray(np.array(route.offsets, np.int32))
+        tables = jax.vmap(lambda offset: self._bounds_of(self.inputs(offset, block)))(offsets)
+        for index, offset in enumerate(route.offsets):
+            of_step = jax.tree.map(lambda table, i=index: table[i], tables)
+            self._bounds[offset, "whole"] = of_step
+        self._add_halves(self._bounds, block)
+
+    @property
+    def _calls(self) -> list[tuple[Offset, Part]]:
+        """The offsets of all steps, and the parts of the local block's work."""
+        halves: list[Part] = ["first", "second"] if self.splits_local else []
+        whole: Part = "whole"
+        return [(x, whole) for x in self.route.offsets] + [(self.route.local, x) for x in halves]
+
+    def inputs(
+        self, offset: Offset | jax.Array, block: Side, device: int | None = None
+    ) -> AttentionInputs:
+        """The inputs at a step, with the block that this device holds there.
+
+        ``device``: with the positions of the device of this index, NumPy arrays.
+        """
+        own = self._own
+        if device is not None:
+            own = self._with_positions(self.route.local, self._sides[0], device)
+        elif isinstance(offset, tuple) and offset in self._positions:
+            block = block._replace(positions=self._positions[offset])
+        return self._inputs_of(own, self._with_positions(offset, block, device))
+
+    def bounds(self, offset: Offset, block: Side, part: Part = "whole") -> Any:
+        """The tile bounds of a step, or of a part of the local block's work."""
+        if (offset, part) in self._bounds:
+            return self._bounds[offset, part]
+        return self._bounds_of(self.inputs(offset, block))
+
+    def _add_halves(self, bounds: dict[Any, Any], block: Side, device: int | None = None) -> None:
+        """Adds the bounds of the local block's parts to those of all of its work."""
+        local = self.route.local
+        if self.splits_local:
+            assert self._split is not None
+            halves = self._split(bounds[local, "whole"], self.inputs(local, block, device))
+            bounds[local, "first"], bounds[local, "second"] = halves
+
+    def _tables_of(self, device: int) -> tuple[Any, ...]:
+        """``(positions, bounds)`` that a device reads, or ``(bounds,)`` if it reads no positions.
+
+        Positions are of the stationary side, then of the block at every step.
+        """
+        (own, block), route = self._sides, self.route
+        bounds: dict[tuple[Offset, Part], Any] = {}
+        for offset in route.offsets:
+            bounds[offset, "whole"] = self._bounds_of(self.inputs(offset, block, device))
+        self._add_halves(bounds, block, device)
+        tables = ([bounds[call] for call in self._calls],)
+        if not self._request.spec.mask.reads_positions:
+            return tables
+        positions = [self._with_positions(x, block, device).positions for x in route.offsets]
+        return [self._with_positions(route.local, own, device).positions, *positions], *tables
+
+    def _with_positions(
+        self, offset: Offset | jax.Array, side: Any, device: int | None = None
+    ) -> Any:
+        """The side that this device holds at ``offset``, with the layout's positions if none.
+
+        ``device``: with those of the block that the device of this index holds there.
+        """
+        if side.positions is not None:
+            return side
+        positions = self._request.layout_positions(self.route, side.length, offset, device)
+        return side._replace(positions=positions)
 
 
 class LocalForward:
@@ -80,27 +188,18 @@ class LocalForward:
     """
 
     def __init__(self, request: Request, implementation: Implementation, inputs: AttentionInputs):
-        self.route = route = request.route(inputs.q_length, inputs.kv_length)
+        self.route = request.route(inputs.q_length, inputs.kv_length)
         self.block = inputs.kv
-        query = _with_positions(request, route, route.local, inputs.query)
-
-        def inputs_at(
-            offset: Offset | jax.Array, kv: KVSide, device: int | None = None
-        ) -> AttentionInputs:
-            kv = _with_positions(request, route, offset, kv, device)
-            if device is None:
-                return AttentionInputs(query, kv, inputs.shared)
-            of_device = _with_positions(request, route, route.local, inputs.query, device)
-            return AttentionInputs(of_device, kv, inputs.shared)
-
-        def bounds(offset: Offset | jax.Array, kv: KVSide, device: int | None = None) -> Any:
-            given = inputs_at(offset, kv, device)
-            return implementation.forward_bounds(given, spec=request.spec)
-
-        self._bounds_at = _bounds_at(route, inputs, inputs.kv, bounds)
+        self._steps = _Steps(
+            request,
+            self.route,
+            (inputs.query, inputs.kv),
+            lambda query, kv: AttentionInputs(query, kv, inputs.shared),
+            functools.partial(implementation.forward_bounds, spec=request.spec),
+        )
         # Traced and lowered once for all steps with equal shapes, not once per step.
         self._forward = jax.jit(implementation.forward, static_argnames=("spec", "out_dtype"))
-        self._spec, self._inputs_at, self._dtype = request.spec, inputs_at, query.q.dtype
+        self._spec, self._dtype = request.spec, inputs.query.q.dtype
 
     def __call__(
         self, offset: Offset, kv: KVSide, carry: Carry | None, *, steps_left: int
@@ -112,8 +211,8 @@ class LocalForward:
         none of its keys. So out is rounded twice in rings of two or more steps.
         """
         return self._forward(
-            self._inputs_at(offset, kv),
-            self._bounds_at(offset, kv),
+            self._steps.inputs(offset, kv),
+            self._steps.bounds(offset, kv),
             carry,
             spec=self._spec,
             out_dtype=self._dtype if steps_left < 2 else None,
@@ -138,39 +237,30 @@ class LocalBackward:
         inputs: AttentionInputs,
         rotation: Rotation,
     ):
-        rotate_kv = rotation == "rotate_kv"
-        lengths = inputs.q_length, inputs.kv_length
+        self._rotate_kv = rotate_kv = rotation == "rotate_kv"
+        lengths, spec = (inputs.q_length, inputs.kv_length), request.spec
         self.route = route = request.route(*lengths, rotates_query=not rotate_kv)
-        own, rotating = _swap(rotate_kv, inputs.query, inputs.kv)
-        stationary = _with_positions(request, route, route.local, own)
-
-        def inputs_at(
-            offset: Offset | jax.Array, block: Side, device: int | None = None
-        ) -> AttentionInputs:
-            block, side = _with_positions(request, route, offset, block, device), stationary
-            if device is not None:
-                side = _with_positions(request, route, route.local, own, device)
-            return AttentionInputs(*_swap(rotate_kv, side, block), inputs.shared)
-
-        def bounds(offset: Offset | jax.Array, block: Side, device: int | None = None) -> Any:
-            given = inputs_at(offset, block, device)
-            return implementation.backward_bounds(given, spec=request.spec)
-
-        self._bounds_at = _bounds_at(route, inputs, rotating, bounds)
-        whole = self._bounds_at(route.local, rotating)
-        self._local_bounds = _bounds_of_parts(implementation, whole, alone=len(route.offsets) == 1)
-        self.splits_local = "first" in self._local_bounds
-        self.rotating = rotating
-        self._inputs_at, self._rotate_kv = inputs_at, rotate_kv
+        _, self.rotating = sides = _swap(rotate_kv, inputs.query, inputs.kv)
+        split = implementation.split_backward
+        self._steps = steps = _Steps(
+            request,
+            route,
+            sides,
+            lambda *sides: AttentionInputs(*_swap(rotate_kv, *sides), inputs.shared),
+            functools.partial(implementation.backward_bounds, spec=spec),
+            None if split is None else functools.partial(split, spec=spec),
+        )
+        self.splits_local = steps.splits_local
+        local = route.local, self.rotating
         accumulator = _dq_accumulator(
-            implementation, request.spec, inputs_at(route.local, rotating), whole, route, rotate_kv
+            implementation, spec, steps.inputs(*local), steps.bounds(*local), route, rotate_kv
         )
         # With one step and no Ulysses axis (which may sum gradients of copied heads) nothing is
         # added to the kernel's results. A kernel that rounds as it writes then saves a cast.
         alone = len(route.offsets) == 1 and request.ulysses_axis is None
         out_dtype = inputs.query.q.dtype if alone else None
         self._gradients = Gradients(
-            implementation, request.spec, accumulator, out_dtype, maximum=route.maximum
+            implementation, spec, accumulator, out_dtype, maximum=route.maximum
         )
         self.per_head = self._gradients.per_head
 
@@ -182,16 +272,15 @@ class LocalBackward:
         They are float32, or in the query's dtype where nothing is added to them later, and dQ may
         be an implementation's accumulator: :meth:`results` converts it. None starts from zero.
         """
-        local = offset == self.route.local
-        bounds = self._local_bounds[part] if local else self._bounds_at(offset, block)
-        inputs = self._inputs_at(offset, block)
+        inputs = self._steps.inputs(offset, block)
+        bounds = self._steps.bounds(offset, block, part)
         dq, dkv = _swap(self._rotate_kv, stationary, rotating)
         return _swap(self._rotate_kv, *self._gradients(inputs, bounds, dq, dkv))
 
     def results(self, stationary: Any, rotating: Any) -> tuple[jax.Array, Dkv]:
         """``(dq, (dk, dv))`` from the gradients of the two sides after all steps."""
         dq, dkv = _swap(self._rotate_kv, stationary, rotating)
-        return self._gradients.dq(dq, self._inputs_at(self.route.local, self.rotating)), dkv
+        return self._gradients.dq(dq, self._steps.inputs(self.route.local, self.rotating)), dkv
 
 
 class Gradients:
@@ -245,20 +334,6 @@ class Gradients:
         return self._accumulator.finish(dq, inputs, spec=self._spec)
 
 
-def _bounds_of_parts(
-    implementation: Implementation, whole: Any, *, alone: bool = False
-) -> dict[Part, Any]:
-    """The backward bounds of the local block's parts: whole, and first and second half.
-
-    There are no halves if the work cannot be split, or if it is done ``alone``, without a ring.
-    """
-    split = implementation.split_backward
-    if split is None or alone:
-        return {"whole": whole}
-    first, second = split(whole)
-    return {"whole": whole, "first": first, "second": second}
-
-
 def _dq_accumulator(
     implementation: Implementation,
     spec: AttentionSpec,
@@ -285,13 +360,11 @@ def _dq_accumulator(
     return accumulator if size <= inputs.query.q.size * 4 else None
 
 
-def _known_tables(
-    route: Route, inputs: AttentionInputs, block: Side, bounds_of: Callable[..., Any]
-) -> Any:
-    """The tables of all steps, of which a constant holds those of every device.
+def _known_tables(route: Route, inputs: AttentionInputs, tables_of: Callable[[int], Any]) -> Any:
+    """``tables_of`` this device, from a constant with those of every device.
 
-    A launch that reads them replaces several that compute them. None if they depend on more than
-    the layout, or if there are too many.
+    A launch that reads them replaces several that compute them; if all devices have the same ones,
+    they are constants. None if they depend on more than the layout, or if there are too many.
     """
     steps = route.size * len(route.offsets)
     scores = inputs.q_length * inputs.kv_length * steps
@@ -299,54 +372,35 @@ def _known_tables(
         return None
     if inputs.query.token_arrays or inputs.kv.token_arrays:
         return None
-    of_one = jax.tree.leaves(bounds_of(route.local, block, 0))
-    if not all(isinstance(x, np.ndarray) for x in of_one):
+    of_first = tables_of(0)
+    leaves, structure = jax.tree.flatten(of_first)
+    if not leaves:  # An implementation without bounds, and a mask that reads no positions.
+        return of_first
+    if not all(isinstance(x, np.ndarray) for x in leaves):
         return None
+    if sum(x.size for x in leaves) * route.size > _MOST_KNOWN_NUMBERS:
+        return None
+    of_others = [jax.tree.leaves(tables_of(device)) for device in range(1, route.size)]
+    packed = np.stack([_packed(of_one) for of_one in (leaves, *of_others)])
+    if (packed == packed[0]).all():
+        return of_first
     here = jnp.asarray(route.source(route.local), jnp.int32)
+    mine = lax.dynamic_index_in_dim(jnp.asarray(packed), here, keepdims=False)
+    rows = [-(-x.size // _ROW) for x in leaves]
+    parts = jnp.split(mine, np.cumsum(rows)[:-1])
+    unpacked = [
+        part.reshape(-1)[: x.size].reshape(x.shape) for x, part in zip(leaves, parts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, unpacked)
 
-    def of_device(device: int) -> Any:
-        steps = [bounds_of(offset, block, device) for offset in route.offsets]
-        return jax.tree.map(lambda *tables: np.stack(tables), *steps)
 
-    def select(*tables: np.ndarray) -> jax.Array:
-        return lax.dynamic_index_in_dim(jnp.asarray(np.stack(tables)), here, keepdims=False)
-
-    return jax.tree.map(select, *map(of_device, range(route.size)))
+def _packed(tables: list[np.ndarray]) -> np.ndarray:
+    """Int32 arrays one after the other, each in rows of its own: ``[rows, _ROW]``."""
+    return np.concatenate([np.pad(x.reshape(-1), (0, -x.size % _ROW)) for x in tables]).reshape(
+        -1, _ROW
+    )
 
 
 def _swap(rotate_kv: bool, first: Any, second: Any) -> tuple[Any, Any]:
     """(query's, KV's) from (stationary, rotating), and the inverse: a swap if queries rotate."""
     return (first, second) if rotate_kv else (second, first)
-
-
-def _bounds_at(
-    route: Route, inputs: AttentionInputs, block: Side, bounds_of: Callable[..., Any]
-) -> Callable[[Offset, Any], Any]:
-    """``bounds_of``, or a lookup in the bounds of all ring steps, computed at once if possible.
-
-    At once they take one small kernel instead of several per step. This also saves memory: XLA
-    allocates tables that are computed step by step between the blocks, and a program for 12 or more
-    A100 then needs one more block of memory. Segment ids, KV bounds and positions given as arrays
-    are received with their block, so tables that depend on them are computed at their step. So are
-    the tile lists of a block-sparse mask: those of all steps would use too much memory.
-
-    Args:
-      route: of the block.
-      inputs: this device's.
-      block: its side that rotates.
-      bounds_of: ``(offset, block, device=None) -> bounds``.
-    """
-    is_sparse = inputs.shared.block_mask is not None
-    if is_sparse or block.token_arrays or len(route.offsets) == 1:
-        return bounds_of
-    tables = _known_tables(route, inputs, block, bounds_of)
-    if tables is None:
-        offsets = jnp.asarray(np.array(route.offsets, np.int32))
-        tables = jax.vmap(lambda offset: bounds_of(offset, block))(offsets)
-
-    def bounds(offset: Offset, block: Side) -> Any:
-        del block
-        index = route.offsets.index(offset)
-        return jax.tree.map(lambda table: table[index], tables)
-
-    return bounds

@@ -315,7 +315,7 @@ _differentiated = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2))
 _differentiated.defvjp(_attend_with_parameters_fwd, ring_backward, symbolic_zeros=True)
 
 # A shard_map outside of any jax.jit runs operations one by one. JAX 0.11.2 crashes in the vmap of
-# _bounds_at there, and no version can call a custom_vjp with symbolic zeros, but all can call a
+# _Steps there, and no version can call a custom_vjp with symbolic zeros, but all can call a
 # jax.jit around one.
 _ring, _ring_with_parameters = (
     jax.jit(of_ring, static_argnums=(0, 1, 2), inline=True) for of_ring in (_plain, _differentiated)

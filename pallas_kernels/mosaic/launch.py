@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arrays import pad_axis, unvary, vary, varying_axes
-from pallas_kernels.backend import Dkv, Implementation
+from pallas_kernels.backend import Dkv, HalfDkv, Implementation
 from pallas_kernels.inputs import AttentionInputs, Carry, PerHead
 
 # The axis over the warpgroups of a CTA, and the axis over the CTAs of a thread-block cluster.
@@ -178,10 +178,12 @@ def with_padding(
         """The backward kernel; dQ remains padded."""
         given = padded_inputs(inputs, backward_dims)
         if dkv is not None:
-            dkv = padded(dkv[0], given.head_dim), padded(dkv[1], given.value_dim)
-        dq, (dk, dv), per_head = backward_kernel(given, bounds, dq, dkv, **options)
-        dk, dv = _cut(dk, *inputs.kv.k.shape[1::2]), _cut(dv, *inputs.kv.v.shape[1::2])
-        return dq, (dk, dv), per_head
+            dims = given.head_dim, given.value_dim
+            dkv = _of_same_kind(dkv, *(padded(x, dim) for x, dim in zip(dkv, dims, strict=True)))
+        dq, made, per_head = backward_kernel(given, bounds, dq, dkv, **options)
+        like = inputs.kv.k, inputs.kv.v
+        cut = (_cut(x, *y.shape[1::2]) for x, y in zip(made, like, strict=True))
+        return dq, _of_same_kind(made, *cut), per_head
 
     def backward(
         inputs: AttentionInputs,
@@ -200,6 +202,11 @@ def with_padding(
 
     def backward_bounds(inputs: AttentionInputs, **options: Any) -> Any:
         return implementation.backward_bounds(padded_inputs(inputs, backward_dims), **options)
+
+    def split_backward(bounds: Any, inputs: AttentionInputs, **options: Any) -> tuple[Any, Any]:
+        split = implementation.split_backward
+        assert split is not None
+        return split(bounds, padded_inputs(inputs, backward_dims), **options)
 
     if accumulator is not None:
         zeros, finish = accumulator.zeros, accumulator.finish
@@ -221,7 +228,13 @@ def with_padding(
         dq_accumulator=accumulator,
         forward_bounds=forward_bounds,
         backward_bounds=backward_bounds,
+        split_backward=None if implementation.split_backward is None else split_backward,
     )
+
+
+def _of_same_kind(dkv: Dkv, dk: jax.Array, dv: jax.Array) -> Dkv:
+    """dK and dV, of which as much is set as of ``dkv``."""
+    return HalfDkv(dk, dv) if isinstance(dkv, HalfDkv) else (dk, dv)
 
 
 def multiples_of_16(*dims: int) -> tuple[int, int]:

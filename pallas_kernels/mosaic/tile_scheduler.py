@@ -168,6 +168,7 @@ def for_each_work_tile(
     steps_per_tile: int = 1,
     skip_empty: bool,
     run_empty: Callable[[WorkTile], None] | None = None,
+    empty_first: bool = False,
 ) -> Any:
     """Runs a CTA's work tiles one after the other; returns their total number of steps.
 
@@ -182,6 +183,8 @@ def for_each_work_tile(
       skip_empty: skip work tiles whose iterator has no tile. Otherwise they run one step, in which
         every score is masked.
       run_empty: called for work tiles that are skipped.
+      empty_first: whether the code of ``run_empty`` comes before that of ``run``. What it reads
+        then needs no registers while a work tile is run.
     """
 
     # Registers are scarce: index_and_slot is the work-tile index times SLOTS, plus the slot of the
@@ -216,9 +219,11 @@ def for_each_work_tile(
 
     def run_one(index_and_slot, steps_before):
         work = work_tile(index_and_slot, steps_before)
-        pl.when(work.steps > 0)(lambda: run(work))
+        calls = [(work.steps > 0, run)]
         if run_empty is not None:
-            pl.when(work.steps == 0)(lambda: run_empty(work))
+            calls.insert(0 if empty_first else 1, (work.steps == 0, run_empty))
+        for condition, call in calls:
+            pl.when(condition)(functools.partial(call, work))
         return work
 
     def body(state):

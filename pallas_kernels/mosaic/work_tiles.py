@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bounds import Half
 from pallas_kernels.device import num_sms
 from pallas_kernels.mosaic.fragments import i32
 
@@ -20,6 +19,8 @@ from pallas_kernels.mosaic.fragments import i32
 # would save more than _MAX_TAIL of the time, a group may use _L2_BYTES_MAX.
 _L2_BYTES, _L2_BYTES_MAX = 24 * 2**20, 36 * 2**20
 _MAX_TAIL = 0.02
+# Halves of a head's tiles, by index.
+Half = Literal["first", "second"]
 # Factor of a group's heads where work tiles read at most 1 / _LOCAL of the other side.
 _LOCAL = 4
 
@@ -63,6 +64,7 @@ class WorkTiles:
       half: the half of the tiles that has work, where a causal mask gives later tiles less; None:
         all have. Tiles of half a head are fewer, so those of a group may not occupy all CTAs, and
         the first half has no short ones, which would fill the others' last steps.
+      given_group_heads: heads per L2 swizzle group, as chosen before; None chooses them.
     """
 
     batch: int
@@ -75,6 +77,7 @@ class WorkTiles:
     cluster: int = 1
     may_be_local: bool = False
     half: Half | None = None
+    given_group_heads: int | None = None
 
     @property
     def count(self) -> int:
@@ -91,6 +94,8 @@ class WorkTiles:
     @property
     def group_heads(self) -> int:
         """Heads per L2 swizzle group."""
+        if self.given_group_heads is not None:
+            return self.given_group_heads
         if self.equal:
             return 1
         heads = self.batch * self.heads

@@ -32,6 +32,7 @@ from pallas_kernels import (
     softmax,
     xla,
 )
+from pallas_kernels.backend import HalfDkv
 from pallas_kernels.score import sink_gradient
 
 every_implementation = each_of(UNDER_TEST)
@@ -224,6 +225,8 @@ def test_both_halves_of_the_work_add_up(name):
     *both, more_slopes = results["both halves"]
     assert_close(both, whole)
     assert_close(jax.tree.map(np.add, slopes, more_slopes), all_slopes)
+    if isinstance(half[1], HalfDkv):  # It is not set where there is no work.
+        half, whole = half[:1], whole[:1]
     for some, want in zip(*map(jax.tree.leaves, (half, whole)), strict=True):
         assert 0.02 < np.abs(some).sum() / np.abs(want).sum() < 0.98
 

@@ -36,6 +36,7 @@ from sm90_cases import (
 )
 
 from pallas_kernels import REFERENCE, mosaic_sm90
+from pallas_kernels.backend import HalfDkv
 from pallas_kernels.mosaic import work_tiles
 from pallas_kernels.mosaic.sm90 import forward, query_order, row_intervals, shared_memory
 from pallas_kernels.mosaic.sm90.static import BackwardStatic
@@ -212,6 +213,39 @@ def test_the_order_of_work_tiles_changes_no_bit(monkeypatch):
     truth = quick_jit(functools.partial(local.backward, REFERENCE, spec=inputs.spec))(*call)
     for got, wanted, before in zip(results[0], (truth[0], *truth[1]), given, strict=True):
         assert compare.errors(got - before, wanted)[1] < compare.RELATIVE_RMS["bfloat16"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mask", ["causal", pytest.param("packed_causal", marks=slow)])
+def test_the_second_half_of_dk_and_dv_is_stored_by_the_call_after_the_first(monkeypatch, mask):
+    """A ring's calls: the local block's halves, between them another block if queries rotate."""
+    monkeypatch.setattr(work_tiles, "num_sms", lambda: 2)
+    inputs = inputs_of({**PLAIN, "mask": mask, "lengths": (72, 136)})  # two tiles of keys
+    q, (kv, *_), q_tokens, (kv_tokens, *_), (do, _), *_ = inputs.arrays
+    o, lse = reference_forward(inputs)
+    delta = np.einsum("btnh,btnh->bnt", do.astype(np.float32), np.asarray(o))
+    local_block: Any = (q, do), kv, (np.asarray(lse), delta), q_tokens, kv_tokens
+    # No query attends to keys of the other block's second tile.
+    at = np.where(np.arange(136) < 128, kv_tokens.positions[0], 10**6).astype(np.int32)
+    other: Any = *local_block[:4], kv_tokens._replace(positions=at)
+
+    def run(local_block, other):
+        call: Any = functools.partial(local.gradients, KERNELS, spec=inputs.spec)
+        dq, half, _ = call(*local_block, part=0)
+        assert isinstance(half, HalfDkv)
+        half = HalfDkv(*(x.at[:, 128:].set(jnp.nan) for x in half))
+        in_two = call(*local_block, dq, half, part=1)
+        dq, dkv, _ = call(*other, dq, half)
+        in_three = call(*local_block, dq, dkv, part=1)
+        return [(dq, *dkv) for dq, dkv, _ in (in_two, in_three)]
+
+    in_two, in_three = interpret(run, local_block, other)
+    gradients = quick_jit(functools.partial(local.backward, REFERENCE, spec=inputs.spec))
+    of_local, of_other = ((dq, *dkv) for dq, dkv in (gradients(*x) for x in (local_block, other)))
+    assert not any(np.asarray(x)[:, 128:].any() for x in of_other[1:])
+    for two, three, a, b in zip(in_two, in_three, of_local, of_other, strict=True):
+        assert compare.errors(two, a)[1] < compare.RELATIVE_RMS["bfloat16"]
+        assert compare.errors(three, a + b)[1] < compare.RELATIVE_RMS["bfloat16"]
 
 
 @needs_interpreter

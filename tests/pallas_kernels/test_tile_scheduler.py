@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import AttentionInputs, AttentionSpec, KVSide, QuerySide
+from pallas_kernels.bounds import HalfBounds
+from pallas_kernels.mask import Mask
 from pallas_kernels.mosaic import tile_scheduler, work_tiles
+from pallas_kernels.mosaic.sm90 import dq
+from pallas_kernels.mosaic.sm90.implementation import MOSAIC_SM90
 from pallas_kernels.mosaic.tile_iterator import TileIterator
 from pallas_kernels.mosaic.tile_scheduler import for_each_work_tile
 from pallas_kernels.mosaic.work_tiles import WorkTiles
+from pallas_kernels.score import Score
 
 MIB = 2**20
 ZERO = jnp.int32(0)
@@ -99,6 +105,31 @@ def test_an_l2_group_is_larger_only_where_the_last_one_would_end_late():
         of_half = functools.partial(WorkTiles, 1, heads, tiles, False, shared * MIB)
         groups = [of_half(half=half).group_heads for half in (None, "first", "second")]
         assert groups == [whole, first, second]
+
+
+@pytest.mark.parametrize(
+    ("right", "heads", "group_heads"), [(0, 32, [8, 8]), (0, 2, [2, 2]), (None, 32, [4, 4])]
+)
+def test_only_halves_with_l2_groups_of_their_own_have_another_kernel(right, heads, group_heads):
+    """A jitted call is traced and lowered again only for bounds of another structure."""
+    length = 4096
+    x: Any = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+    positions: Any = np.arange(length, dtype=np.int32)
+    inputs = AttentionInputs(QuerySide(x, positions), KVSide(x, x, positions))
+    spec = AttentionSpec(Mask(None, right), Score(1.0))
+    whole = np.ones((1, length // 128, 4), np.int32)
+    split = MOSAIC_SM90.split_backward
+    assert split is not None
+    halves = split(whole, inputs, spec=spec)
+    of_whole = dq.backward_static(inputs, spec, None).work_tiles.group_heads
+    found = [x.group_heads if isinstance(x, HalfBounds) else of_whole for x in halves]
+    assert found == group_heads
+    is_other = [jax.tree.structure(x) != jax.tree.structure(whole) for x in halves]
+    # The first half of a causal mask leaves the other half of dK and dV unset.
+    assert is_other == [right == 0, group_heads[1] != of_whole]
+    tables = jax.tree.leaves(halves)
+    assert all(isinstance(x, np.ndarray) for x in tables)
+    np.testing.assert_array_equal(sum(tables), whole)
 
 
 def test_number_of_ctas():

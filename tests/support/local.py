@@ -69,9 +69,9 @@ def gradients(
     )
     bounds = implementation.backward_bounds(inputs, spec=spec)
     if part is not None:
-        bounds = implementation.split_backward(bounds)[part]
-    sums = dq, None if dkv is None else tuple(dkv)
-    return implementation.backward(inputs, bounds, *sums, spec=spec, out_dtype=out_dtype)
+        bounds = implementation.split_backward(bounds, inputs, spec=spec)[part]
+    dkv = dkv if dkv is None or isinstance(dkv, tuple) else tuple(dkv)
+    return implementation.backward(inputs, bounds, dq, dkv, spec=spec, out_dtype=out_dtype)
 
 
 def gradient_inputs(

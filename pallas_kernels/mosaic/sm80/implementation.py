@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
-from pallas_kernels.bounds import split_tiles
+from pallas_kernels.bounds import split_backward
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic import user_functions
 from pallas_kernels.mosaic.launch import compiles_for, multiples_of_16, with_padding
@@ -55,7 +55,7 @@ def mosaic_sm80(
         backward=accumulator.backward,
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **backward_options),
-        split_backward=split_tiles,
+        split_backward=split_backward,
         dq_accumulator=accumulator,
         unsupported=functools.partial(unsupported_inputs, most=WIDEST_HEAD_DIM),
         backward_unsupported=functools.partial(_backward_unsupported, **backward_options),

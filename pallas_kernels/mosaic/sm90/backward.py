@@ -34,8 +34,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import softmax
 from pallas_kernels.arrays import depending_on, pad_axis
-from pallas_kernels.backend import Dkv
-from pallas_kernels.bounds import HalfBounds, key_bounds
+from pallas_kernels.backend import Dkv, HalfDkv
+from pallas_kernels.bounds import HalfBounds, key_bounds, split_tiles
 from pallas_kernels.document_bounds import DocumentBounds
 from pallas_kernels.inputs import AttentionInputs, PerHead
 from pallas_kernels.mosaic import fixed_point
@@ -73,7 +73,7 @@ from pallas_kernels.mosaic.tile_scheduler import (
     WorkTile,
     for_each_work_tile,
 )
-from pallas_kernels.mosaic.work_tiles import TileCoordinates
+from pallas_kernels.mosaic.work_tiles import Half, TileCoordinates
 from pallas_kernels.score import LOG2_E
 from pallas_kernels.spec import AttentionSpec
 
@@ -99,7 +99,13 @@ def backward(
     )
     config = static.config
     if isinstance(bounds, HalfBounds):
-        bounds, static = bounds.bounds, dataclasses.replace(static, half=bounds.half)
+        writes_half = bounds.writes_half and dkv is None and static.may_write_half
+        static = dataclasses.replace(
+            static, group_heads=bounds.group_heads, writes_half=writes_half
+        )
+        bounds = bounds.bounds
+    if isinstance(dkv, HalfDkv):
+        static = dataclasses.replace(static, stores_half=True)
     static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
     if not static.can_round_dkv:
         static = dataclasses.replace(static, dkv_dtype=jnp.dtype(jnp.float32))
@@ -163,7 +169,8 @@ def backward(
         dk, dv = (lax.bitcast_convert_type(x, static.dkv_dtype) for x in (dk, dv))
         if dkv is not None:
             dk, dv = dkv[0] + dk, dkv[1] + dv
-    return dq._replace(values=results.dq), (dk, dv), per_head
+    made = HalfDkv(dk, dv) if static.writes_half else (dk, dv)
+    return dq._replace(values=results.dq), made, per_head
 
 
 def _bases_and_lse(
@@ -195,6 +202,36 @@ def backward_bounds(
     return with_key_intervals(bounds, inputs, spec, config)
 
 
+def split_backward(
+    bounds: Any,
+    inputs: AttentionInputs,
+    *,
+    spec: AttentionSpec,
+    config: MosaicConfig | None = None,
+    deterministic: bool = False,
+) -> tuple[Any, Any]:
+    """``split_backward`` of an :class:`Implementation`: the halves of the KV tiles.
+
+    A causal mask gives the first half more work than the second. Where L2 swizzle groups of other
+    sizes are better for a half, it has a kernel of its own; the first one also where it leaves the
+    second half of dK and dV unset. All other parts run the same one, which is lowered once.
+    """
+    static = backward_static(inputs, spec, config, deterministic=deterministic)
+    static = dataclasses.replace(static, has_intervals=isinstance(bounds, DocumentBounds))
+    first, second = split_tiles(bounds)
+    if not static.is_causal:
+        return first, second
+    whole = static.work_tiles
+
+    def of_half(part: Any, half: Half, writes_half: bool = False) -> Any:
+        group_heads = dataclasses.replace(whole, half=half).group_heads
+        if group_heads == whole.group_heads and not writes_half:
+            return part
+        return HalfBounds(part, group_heads, writes_half)
+
+    return of_half(first, "first", static.may_write_half), of_half(second, "second")
+
+
 def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> None:
     """One warpgroup of one CTA."""
     barriers = BackwardBarriers.split(memory.barriers, static.barrier_counts)
@@ -219,13 +256,13 @@ def _kernel(static: BackwardStatic, inputs, results, memory, counter=None) -> No
 
     run_all = functools.partial(
         for_each_work_tile, static.work_tiles, scheduler, iterator_of,
-        steps_per_tile=static.groups, skip_empty=True,
+        steps_per_tile=static.groups, skip_empty=True, empty_first=static.form is NARROW,
     )  # fmt: skip
 
     def consume(warpgroup):
         # Keys that no query attends to add nothing, but new arrays must be written.
         run_empty = None
-        if not static.adds_dkv:
+        if not static.adds_dkv or static.stores_half:
             of_form = split_step if static.form is SPLIT else backward_epilogue
             run_empty = functools.partial(of_form.write_zeros, static, refs, warpgroup)
         inline = None

@@ -5,6 +5,7 @@ Everything goes through shared memory, from which TMA stores it, or adds it to g
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -184,7 +185,21 @@ def write_dv(
 
 
 def write_zeros(static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile) -> None:
-    """Writes dK and dV of a work tile whose keys no query attends to."""
+    """Writes dK and dV of a work tile whose keys no query attends to.
+
+    Not those that stay unset, nor those that are set and only added to.
+    """
+    if not (static.writes_half or static.stores_half):
+        _write_zeros(static, refs, warpgroup, work)
+        return
+    is_first = work.tile < static.first_half_end
+    write = functools.partial(_write_zeros, static, refs, warpgroup, work)
+    pl.when(is_first if static.writes_half else ~is_first)(write)
+
+
+def _write_zeros(
+    static: BackwardStatic, refs: BackwardRefs, warpgroup: Any, work: WorkTile
+) -> None:
     at, width = TileCoordinates(work.batch, work.head, work.tile), static.dkv_lanes
     buffer = ds_buffer(static, work.steps_before)
     for target, dim in zip((refs.results.dk, refs.results.dv), static.dkv_dims, strict=True):
@@ -235,8 +250,10 @@ def _write_lanes(
     plgpu.commit_smem()
     if static.form.dkv_parts > 1:
         first = optimization_barrier(warpgroup) * (target.shape[3] // static.form.dkv_parts) + first
-    plgpu.copy_smem_to_gmem(
-        staging,
-        target.at[at.batch, keys, at.head, pl.ds(first, width)],
-        reduction_op="add" if static.adds_dkv else None,
-    )
+    target = target.at[at.batch, keys, at.head, pl.ds(first, width)]
+    if not static.stores_half:
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add" if static.adds_dkv else None)
+        return
+    is_set = at.tile < static.first_half_end
+    plgpu.copy_smem_to_gmem(staging, target, predicate=is_set, reduction_op="add")
+    plgpu.copy_smem_to_gmem(staging, target, predicate=~is_set)

@@ -6,14 +6,13 @@ import functools
 from typing import Any
 
 from pallas_kernels.backend import DqAccumulator, Implementation, needs_gpu
-from pallas_kernels.bounds import split_into_halves
 from pallas_kernels.elementwise import derivative_is_one
 from pallas_kernels.inputs import AttentionInputs
 from pallas_kernels.mosaic import user_functions
 from pallas_kernels.mosaic.launch import multiples_of_16, with_padding
 from pallas_kernels.mosaic.score_inputs import BLOCK_TOKENS, unsupported_inputs
 from pallas_kernels.mosaic.sm90 import dq
-from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds
+from pallas_kernels.mosaic.sm90.backward import backward, backward_bounds, split_backward
 from pallas_kernels.mosaic.sm90.backward_forms import WIDE_HEAD_DIMS, WIDEST_NARROW_HEAD_DIM
 from pallas_kernels.mosaic.sm90.configs import (
     MAX_DERIVATIVE_HEAD_DIM,
@@ -54,7 +53,7 @@ def mosaic_sm90(
         backward=accumulator.backward,
         forward_bounds=functools.partial(forward_bounds, config=forward_config),
         backward_bounds=functools.partial(backward_bounds, **of_backward),
-        split_backward=split_into_halves,
+        split_backward=functools.partial(split_backward, **of_backward),
         dq_accumulator=accumulator,
         unsupported=functools.partial(_unsupported, configs=(forward_config,)),
         backward_unsupported=functools.partial(_backward_unsupported, configs=configs),

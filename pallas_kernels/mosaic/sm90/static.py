@@ -8,9 +8,8 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bounds import Half
 from pallas_kernels.mask import Mask
-from pallas_kernels.mosaic.sm90.backward_forms import WIDEST_NARROW_HEAD_DIM, BackwardForm
+from pallas_kernels.mosaic.sm90.backward_forms import NARROW, WIDEST_NARROW_HEAD_DIM, BackwardForm
 from pallas_kernels.mosaic.sm90.configs import (
     BACKWARD_WARPGROUPS,
     SHARED_MEMORY,
@@ -234,14 +233,19 @@ class BackwardStatic(Sm90Static):
         point (:mod:`pallas_kernels.mosaic.fixed_point`).
       has_intervals: whether the kernel reads intervals of queries
         (:mod:`pallas_kernels.mosaic.sm90.row_intervals`).
-      half: the half of the KV tiles that may have work; None: all may.
+      group_heads: heads per L2 swizzle group; None chooses them for work on all KV tiles.
+      writes_half: whether dK and dV of the second half of the KV tiles, which have no work, are
+        left unset.
+      stores_half: whether they are unset in the arrays that are added to, and so stored.
     """
 
     adds_dkv: bool
     dkv_dtype: np.dtype
     deterministic: bool
     has_intervals: bool = False
-    half: Half | None = None
+    group_heads: int | None = None
+    writes_half: bool = False
+    stores_half: bool = False
 
     @property
     def consumers(self) -> int:
@@ -304,6 +308,20 @@ class BackwardStatic(Sm90Static):
         """
         as_bits = self.deterministic and not self.rounds_dkv
         return np.dtype(np.int32) if as_bits else self.dkv_dtype
+
+    @property
+    def may_write_half(self) -> bool:
+        """Whether dK and dV of half of the KV tiles may be left unset, for a later call to store.
+
+        With a causal mask the halves usually are calls of kernels of their own anyway.
+        """
+        may_write = self.form is NARROW and not (self.deterministic or self.rounds_dkv)
+        return may_write and self.is_causal
+
+    @property
+    def first_half_end(self) -> int:
+        """The first KV tile of the second half."""
+        return (self.kv_tiles + 1) // 2
 
     @property
     def stages_dv_in_values(self) -> bool:
@@ -505,7 +523,7 @@ class BackwardStatic(Sm90Static):
             shared_bytes=self.q_length * (6 * self.head_dim + 2 * self.value_dim),
             persistent=persistent,
             may_be_local=self.may_be_local and (persistent or self.has_intervals),
-            half=self.half if self.is_causal else None,
+            given_group_heads=self.group_heads,
         )  # fmt: skip
 
     @property

@@ -60,6 +60,8 @@ MUTANTS = [
     ("pallas_kernels/interval_arithmetic.py", "known = known & (x.low >= 0)", "pass", INTERVALS),
     ("pallas_kernels/mosaic/sm90/backward_scores.py", "not static.dropout_has_scale", "True", f"{SM90} -k dropout"),
     ("pallas_kernels/mosaic/sm90/backward_epilogue.py", "dv = dv * (1 / static.spec.score.scale)", "pass", f"{SM90} -k dropout"),
+    ("pallas_kernels/mosaic/sm90/backward_epilogue.py", "is_set = at.tile < static.first_half_end", "is_set = at.tile >= 0",
+     f"{SM90} -k second_half"),
     ("pallas_kernels/mosaic/sm90/forward_scores.py", "return _without_dropped(consumer, p, half.hashes, 1), total", "return p, total", f"{SM90} -k cap_latent"),
     ("pallas_kernels/mosaic/score_inputs.py", "(x - kv[0])", "(x - x[0])", f"{SM90} -k functions"),
     ("pallas_kernels/interval_arithmetic.py", "a - b, x, y, ((0, 1), (1, 0))", "a - b, x, y, ((0, 0), (1, 1))",

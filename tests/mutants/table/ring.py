@@ -37,6 +37,7 @@ MUTANTS = [
     ("burst_jax/ring/rotation.py", "+ 2 * 4)", "+ 4)", ROUTE),
     ("burst_jax/ring/backward.py", "if step.sends:",
      "if any(send.what == \"block\" for send in step.sends):", f"{RING} -k barrier"),
+    ("burst_jax/ring/local.py", "if (packed == packed[0]).all():", "if True:", f"{RING} -k tile_bounds"),
     ("burst_jax/ring/local.py", "if steps_left < 2 else None", "if steps_left < 3 else None",
      f"{RING} -k rounded_by"),
     ("burst_jax/ring/forward.py", "if step.sends:", "if arriving is not None:",
