@@ -217,8 +217,10 @@ class Writer:
                 for x in program.arguments
             ],
         }  # fmt: skip
-        kept = [each for each in self._rows if each["file"] != file]
-        self._rows = [*kept, row]
+        # In the old one's place: the first program of a group is what others are compared with.
+        files = [each["file"] for each in self._rows]
+        at = files.index(file) if file in files else len(files)
+        self._rows[at : at + 1] = [row]
         self._table.write_text(json.dumps(self._rows))
         return len(data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -68,7 +69,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--compare", type=integer(0), default=0, metavar="CALLS",
         help="print the largest relative difference of each result from the group's first program"
-        " in so many calls; for programs that compute the same (default: %(default)s)",
+        " in this number of calls; for programs that compute the same, and keep nothing from call"
+        " to call (default: %(default)s)",
     )  # fmt: skip
     add_turns(parser)
     add_outputs(parser, png=False)
@@ -76,7 +78,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compiles all programs in threads, times and prints them by group, and saves the rows."""
+    """Compiles all programs in threads, times and prints them by group, and saves the rows.
+
+    Exit status 1 if one failed.
+    """
     try:
         rows = ahead.read(args.folder)
     except OSError as error:
@@ -110,6 +115,8 @@ def run(args: argparse.Namespace) -> None:
             record["rows"] += _timed(programs, args, clock)
             if args.json is not None:
                 save_json(record, args.json)
+    if any("error" in row for row in record["rows"]):
+        sys.exit(1)
 
 
 def _compile(folder: Path, row: dict[str, Any]) -> tuple[Any, Callable[[], list[jax.Array]]]:
@@ -128,9 +135,10 @@ def _text(errors: list[list[float] | None]) -> str:
 def _timed(
     programs: list[tuple[dict[str, Any], Future[Any]]], args: argparse.Namespace, clock: Clock
 ) -> list[dict[str, Any]]:
-    """Rows of one group's programs; one that fails is printed, and the benchmark continues."""
+    """Rows of one group's programs; that of one that fails has an "error"."""
     calls: dict[Any, Any] = {}
     made: dict[str, dict[str, Any]] = {}
+    failed: list[dict[str, Any]] = []
     want: list[jax.Array] | None = None
     for row, compiling in programs:
         try:
@@ -138,11 +146,14 @@ def _timed(
             call = _Call(program, arguments(), row["carried"])
             results = jax.block_until_ready(call())
             want = results if want is None else want
-            errors = [differences(call(), want) for _ in range(args.compare)]
+            compared = 0 if row["carried"] else args.compare
+            errors = [differences(call(), want) for _ in range(compared)]
             if errors:
                 print(f"  {row['name']:36}{_text(errors)}", flush=True)
         except Exception as error:
-            print(f"  {row['name']}: {type(error).__name__}: {error}"[:400], flush=True)
+            text = f"{type(error).__name__}: {error}"[:400]
+            print(f"  {row['name']}: {text}", flush=True)
+            failed.append({"group": row["group"], "name": row["name"], "error": text})
             continue
         calls[row["name"]] = call, jax.block_until_ready
         made[row["name"]] = {key: row[key] for key in ("group", "name", "devices", "flops")}
@@ -167,4 +178,4 @@ def _timed(
         print(
             f"{text}  {row['gib']:.2f} GiB  {row['mhz']:.0f} MHz {row['watts']:.0f} W", flush=True
         )
-    return list(made.values())
+    return [*made.values(), *failed]

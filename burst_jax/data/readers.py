@@ -127,7 +127,7 @@ class JsonLines(_Records):
         if not isinstance(record, dict) or self._key not in record:
             remedy = "set key= to the key of the text, on a command line --text-key"
             if isinstance(record, dict) and ("messages" in record or "completion" in record):
-                remedy = f"for conversations set 'chats', on a command line --chat; or {remedy}"
+                remedy = f"for conversations set chats=True, on a command line --chat; or {remedy}"
             raise ValueError(
                 f"{self.name(document)} has {kind_of(record)}, and no key {self._key!r}: {remedy}"
             )

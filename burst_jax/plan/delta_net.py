@@ -27,7 +27,7 @@ The backward pass of these programs computes the operands again, as that of a tr
 
 Affine map and first state's gradient are those of heads that forget slowly; where all decays are
 strong they take 0.061 and 0.072. Where whole runs would leave most SMs without a scan, kernels scan
-each in parts, which are planned as so many runs, on one GPU with maps of their own. Composition of
+each in parts, which are planned like runs, on one GPU with maps of their own. Composition of
 parts, 0.02 to 0.03 ms a pass, is not counted, nor what two chains of a map in one CTA save, 0.07 ms
 at 16,384 tokens: both by count.
 

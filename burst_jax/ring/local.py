@@ -360,11 +360,14 @@ def _dq_accumulator(
     return accumulator if size <= inputs.query.q.size * 4 else None
 
 
-def _known_tables(route: Route, inputs: AttentionInputs, tables_of: Callable[[int], Any]) -> Any:
+def _known_tables(
+    route: Route, inputs: AttentionInputs, tables_of: Callable[[int], tuple[Any, ...]]
+) -> Any:
     """``tables_of`` this device, from a constant with those of every device.
 
     A launch that reads them replaces several that compute them; if all devices have the same ones,
-    they are constants. None if they depend on more than the layout, or if there are too many.
+    they are constants. Without positions, the first of two tables, if those are too many. None if
+    tables depend on more than the layout, or if there are too many.
     """
     steps = route.size * len(route.offsets)
     scores = inputs.q_length * inputs.kv_length * steps
@@ -379,7 +382,9 @@ def _known_tables(route: Route, inputs: AttentionInputs, tables_of: Callable[[in
     if not all(isinstance(x, np.ndarray) for x in leaves):
         return None
     if sum(x.size for x in leaves) * route.size > _MOST_KNOWN_NUMBERS:
-        return None
+        if len(of_first) == 1:
+            return None
+        return _known_tables(route, inputs, lambda device: tables_of(device)[1:])
     of_others = [jax.tree.leaves(tables_of(device)) for device in range(1, route.size)]
     packed = np.stack([_packed(of_one) for of_one in (leaves, *of_others)])
     if (packed == packed[0]).all():

@@ -157,7 +157,7 @@ class ServedModel:
             name_of(path): unstacked(path, weight, spec)
             for (path, weight), spec in zip(weights, of_weights, strict=True)
         }
-        fusions = {"attention": self._fusion(stack.mixer), "mlp": self._router_fusion}
+        fusions = {"attention": self._fusion(stack.mixer), "mlp": self._router_fusion(stack)}
         for block, fusion in fusions.items():
             if fusion is None:
                 continue
@@ -199,10 +199,10 @@ class ServedModel:
         assert self.config.delta_net is not None
         return fused_delta_net if self.config.delta_net.layer is GatedDeltaNet else None
 
-    @property
-    def _router_fusion(self) -> Any:
-        """The module that fuses routers and gates of shared experts; None with sharded weights."""
-        return None if self.sharded else fused_router
+    def _router_fusion(self, stack: Stack) -> Any:
+        """The module that fuses a mixture's router and gate; None with sharded weights."""
+        is_mixture = issubclass(self.config.feed_forward_of(stack), MixtureOfExperts)
+        return fused_router if is_mixture and not self.sharded else None
 
     @property
     def data_axes(self) -> tuple[Any, Any]:
@@ -290,7 +290,7 @@ class ServedModel:
         """A layer of these weights, for a prompt or for a decoding step; see :meth:`hidden`."""
         layer, shardings = nnx.merge(self._layers[kind.stack], weights), self.shardings
         attention, mlp = layer.attention, layer.mlp
-        if self._router_fusion is not None and isinstance(mlp, MixtureOfExperts):
+        if self._router_fusion(kind.stack) is not None:
             mlp = fused_router.with_fused_router(mlp, at_once=not gather)
         if not gather:
             same = tuple(n for n in shardings.expert_axes if n in shardings.token_axes)

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import ahead, exported
+from benchmarks import export as export_benchmark
 from benchmarks.ahead import Ahead, Argument, Values, Writer
+from benchmarks.export import Devices
 from burst_jax.command_line import Unusable
 
 needs_compiler = pytest.mark.skipif(
@@ -46,9 +48,9 @@ def test_a_folder_has_each_program_once_and_how_to_call_it(tmp_path):
     Writer(tmp_path).write(program("first", tokens=16))
     rows = ahead.read(tmp_path)
     assert [(row["group"], row["name"], row["tokens"]) for row in rows] == [
-        ("sums of 16/2", "second", 0), ("sums of 16/2", "first", 16),
+        ("sums of 16/2", "first", 16), ("sums of 16/2", "second", 0),
     ]  # fmt: skip
-    second = rows[0]
+    second = rows[1]
     assert (second["devices"], second["shape"], second["axes"]) == (2, [2], ["seq"])
     assert second["arguments"][0] == [[1, 16, 4], "bfloat16", [None, "seq"], "normal", 0.0, 0.5]
     data = (tmp_path / f"{second['file']}.z").read_bytes()
@@ -119,11 +121,32 @@ def test_what_cannot_be_timed_is_refused(tmp_path, rows, only, message):
 
 
 @needs_compiler
-def test_a_suite_is_written(tmp_path, capsys):
+def test_suites_are_written(tmp_path, capsys):
     with compiled.of_empty_kernels():
         benchmarks.main([
-            "export", str(tmp_path), "--suites", "rings", "--only", "8K, 32/32 heads, forward",
-            "--suffix", ", new",
+            "export", str(tmp_path), "--suites", "rings", "packed", "gdn", "--suffix", ", new",
+            "--only", "8K, 32/32 heads, forward", "16 documents of 8K, 32/8 heads, forward",
         ])  # fmt: skip
-    assert [row["name"] for row in ahead.read(tmp_path)] == ["every GPU alone, new", "zigzag, new"]
-    assert capsys.readouterr().out.count("MiB") == 2
+    names = ["every GPU alone, new", "zigzag, new", "every GPU alone, new", "balanced, new"]
+    assert [row["name"] for row in ahead.read(tmp_path)] == names
+    assert capsys.readouterr().out.count("MiB") == 4
+
+
+@needs_compiler
+def test_a_training_step_is_written(tmp_path):
+    sizes = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "vocab_size": 64, "head_dim": 16}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2}
+    step = export_benchmark._step(Devices("h200", 2), "7b-layers", 256, 2, **sizes)
+    with compiled.of_empty_kernels():
+        Writer(tmp_path).write(step)
+    (row,) = ahead.read(tmp_path)
+    found = export.deserialize(
+        bytearray(zlib.decompress((tmp_path / f"{row['file']}.z").read_bytes()))
+    )
+    carried = row["carried"]
+    assert 0 < carried < len(row["arguments"])
+    assert [x.shape for x in found.in_avals] == [tuple(x[0]) for x in row["arguments"]]
+    # The next call takes the state that this one returns; loss and norm follow.
+    given, made = ([(x.shape, x.dtype) for x in of] for of in (found.in_avals, found.out_avals))
+    assert given[:carried] == made[:carried]
+    assert len(found.out_avals) == carried + 2

@@ -164,7 +164,7 @@ def test_parts_on_one_gpu_have_maps(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "parts"), [(DeltaNet, 2), (KimiDelta, 4)])
 def test_runs_of_few_heads_are_in_parts(monkeypatch, kind, parts):
-    """As so many runs on each device: kernels take the time of chains that are so much shorter."""
+    """Like runs of each device: kernels take the time of chains shorter by their number."""
     monkeypatch.setattr(delta_net, "_AROUND", {"forward": 0, "backward": 0})
     monkeypatch.setattr(delta_net, "_LATENCY", 0.0)
     cluster, found = Cluster(GPUS["h200"], 1, 2, 50.0), []

@@ -257,19 +257,31 @@ def test_each_step_of_a_ring_has_a_name():
 
 
 @pytest.mark.parametrize(
-    ("layout", "limit"),
+    ("layout", "limit", "least", "known"),
     [
-        ("contiguous", "_MOST_KNOWN_SCORES"),
-        pytest.param("zigzag", "_MOST_KNOWN_STEPS", marks=pytest.mark.slow),
+        ("contiguous", "_MOST_KNOWN_SCORES", 0, None),
+        pytest.param("zigzag", "_MOST_KNOWN_STEPS", 0, None, marks=pytest.mark.slow),
+        # Bounds alone: positions of 5 shards of 1,024 tokens on 4 devices are more.
+        pytest.param("contiguous", "_MOST_KNOWN_NUMBERS", 20000, 1, marks=pytest.mark.slow),
+        pytest.param("contiguous", "_MOST_KNOWN_NUMBERS", 0, None, marks=pytest.mark.slow),
     ],
 )
-def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypatch, layout, limit):
+def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(
+    monkeypatch, layout, limit, least, known
+):
     """Every shard has several tiles."""
     mesh, length = mesh_of(outer=2, inner=2), 4096
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, length, 1, 8))
     tables, results, of = [], [], local._known_tables
-    monkeypatch.setattr(local, "_known_tables", lambda *x: tables.append(of(*x)) or tables[-1])
-    for most in (getattr(local, limit), 0):
+
+    def kept(route, inputs, tables_of):
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_known_tables", of)  # It calls itself.
+            tables.append(of(route, inputs, tables_of))
+        return tables[-1]
+
+    monkeypatch.setattr(local, "_known_tables", kept)
+    for most in (getattr(local, limit), least):
         monkeypatch.setattr(local, limit, most)
         jax.clear_caches()
         attend = functools.partial(
@@ -279,7 +291,8 @@ def test_tile_bounds_known_while_tracing_are_those_that_devices_compute(monkeypa
         results.append(jax.jit(gradient(attend))(q, k, v))
     half = len(tables) // 2
     assert half >= 2  # both passes
-    assert [x is None for x in tables] == [False] * half + [True] * half
+    # Positions and bounds.
+    assert [x and len(x) for x in tables] == [2] * half + [known] * half
     for got, want in zip(*results, strict=True):
         np.testing.assert_array_equal(got, want)
         assert np.abs(want).max() > 0.1

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import decoders
+import delta_step_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,10 @@ from flax import nnx
 from meshes import mesh_of
 from served_models import CONFIG, Watched, models, prompts_of
 
+from burst_jax import GatedDeltaNet
 from burst_jax.models import DeltaNet, KimiDelta, LayerKind, Lora, merge_lora
-from burst_jax.serving import Generator
+from burst_jax.serving import Generator, delta_net_step, fused_delta_net
+from pallas_kernels.linear.sm80 import step
 
 SIZES = DeltaNet(num_heads=4, num_key_heads=2, head_dim=8, value_head_dim=6)
 LINEAR, FULL = LayerKind(mixer="delta_net"), LayerKind()
@@ -186,3 +189,49 @@ def test_merged_adapters():
         product = (a @ b).reshape(kernel.shape)
         assert np.abs(product).max() > 0
         np.testing.assert_allclose(merged[name]["kernel"], kernel + product, atol=1e-5)
+
+
+@pytest.mark.parametrize("negative_eigenvalues", [False, True])
+def test_the_kernel_of_a_step_is_given_what_the_layer_computes(monkeypatch, negative_eigenvalues):
+    """Instead of it runs the formula, in float64, with what it is given."""
+    rngs, features, heads, batch = nnx.Rngs(0), 24, (2, 4), 3
+    layer = GatedDeltaNet(
+        features, heads[1], num_key_heads=heads[0], head_dim=delta_step_cases.DIM,
+        norm_epsilon=1e-2, negative_eigenvalues=negative_eigenvalues, rngs=rngs,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    for weight in (layer.A_log, layer.dt_bias, layer.norm.scale):
+        weight[...] = normal(*weight.shape)
+    x = normal(batch, features)
+    before = jax.tree.map(lambda like: normal(*like.shape), layer.initial_state(batch, jnp.float32))
+    present = jnp.array([1, 0, 1], jnp.int32)
+    out, after = layer.step(x, before)
+    fused: Any = nnx.merge(*nnx.split(layer))
+    kernels = tuple(getattr(layer, name).kernel[...] for name in fused_delta_net.NAMES)
+    specs = (jax.P(),) * len(kernels)
+    matrices = fused_delta_net.fuse(kernels, mesh_of(seq=1), specs)
+    fused.query.kernel = nnx.Param(matrices[0])
+    fused = fused_delta_net.with_fused_projections(fused, at_once=True)
+    asked = []
+
+    def formula(projected, weights, state, present, **options):
+        asked.append(options["most_beta"])
+        epsilons = options["unit_epsilon"], options["norm_epsilon"]
+        given = (jax.tree.map(lambda x: np.asarray(x, float), x) for x in (weights, state))
+        found = delta_step_cases.by_formula(
+            np.asarray(projected, float), *given, np.asarray(present), asked[-1], *epsilons
+        )
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
+
+    monkeypatch.setattr(step, "step", formula)
+    monkeypatch.setattr(delta_net_step, "supports_step", lambda *_: True)
+    got, states = delta_net_step.delta_net_step(fused, x, before, present)
+    assert asked == [2.0 if negative_eigenvalues else 1.0]
+    np.testing.assert_allclose(got[::2], out[::2], rtol=1e-4, atol=1e-5)
+    for new, want, old in zip(states, after, before, strict=True):
+        np.testing.assert_allclose(new[::2], want[::2], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(new[1], old[1])

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import decoders
 import hf_models
@@ -32,7 +32,7 @@ from served_models import (
 )
 
 from burst_jax import ShardingRules
-from burst_jax.models import Lora, YarnRope, load
+from burst_jax.models import FeedForward, Lora, YarnRope, load
 from burst_jax.serving import Generator
 from burst_jax.serving.cache import EMPTY, CacheCapacity, SlotMetadata
 from burst_jax.serving.decode_attention import decode_attention
@@ -419,3 +419,42 @@ def test_collectives_of_a_step(split):
     matrices = [x for x in jax.tree.leaves(server._steps.model.weights) if x.ndim > 1]
     parts = devices if split else 1
     assert all(x.addressable_shards[0].data.nbytes == x.nbytes // parts for x in matrices)
+
+
+class Routed(FeedForward):
+    """One of a user's own, whose weights are named like those of a mixture of experts."""
+
+    weight_axes: ClassVar[Any] = {
+        ("router", "kernel"): ("embed", None),
+        ("up", "kernel"): ("embed", None),
+    }
+
+    def __init__(self, config, *, out_init, hidden_axis=None, rngs):
+        del out_init
+        self.router, self.up = (
+            nnx.Linear(config.embed_dim, config.embed_dim, use_bias=False, rngs=rngs)
+            for _ in range(2)
+        )
+        self.hidden_axis = hidden_axis
+
+    def __call__(self, x, *, keeps_products):
+        del keeps_products
+        return self.up(x) * jax.nn.sigmoid(self.router(x))
+
+    @classmethod
+    def num_matmul_params(cls, config):
+        return 2 * config.embed_dim**2
+
+
+def test_a_feed_forward_of_ones_own_is_served():
+    """Its router is as it was: one of a mixture is fused with the gate, and transposed."""
+    config = dataclasses.replace(CONFIG, num_layers=1, feed_forward=Routed)
+    model = models(config, {"seq": 1}, "contiguous")[0]
+    (prompt,) = prompts_of([9])
+    server = Watched(model, max_length=16, batch=1)
+    tokens = [int(token[0]) for token in server.generate([prompt], 3)]
+    sequence = jnp.asarray([[*prompt, *tokens]], jnp.int32)
+    hidden = model(sequence, jnp.arange(sequence.shape[1], dtype=jnp.int32))[0]
+    want = hidden @ model.head.kernel[...]
+    for i, logits in enumerate(server.logits):
+        np.testing.assert_allclose(logits[0], want[len(prompt) - 1 + i], rtol=1e-4, atol=1e-5)

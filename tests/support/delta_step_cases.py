@@ -7,14 +7,17 @@ import numpy as np
 
 from pallas_kernels.linear.sm80 import step
 
-DIM, EPSILON = 128, 1e-2
+DIM, UNIT_EPSILON, NORM_EPSILON = 128, 1e-2, 3e-2
 
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def by_formula(projected, weights, before, present, beta_factor):
+def by_formula(
+    projected, weights, before, present, beta_factor,
+    unit_epsilon=UNIT_EPSILON, norm_epsilon=NORM_EPSILON,
+):  # fmt: skip
     """One token of each sequence."""
     keys, heads = before.query.shape[2], before.value.shape[2]
     sizes = [keys * DIM, keys * DIM, heads * DIM, heads * DIM, heads, heads]
@@ -27,7 +30,7 @@ def by_formula(projected, weights, before, present, beta_factor):
         mixed.append(total * sigmoid(total))
         tails.append(window[:, 1:])
     query, key = (
-        np.repeat(x / np.sqrt((x**2).sum(-1, keepdims=True) + EPSILON), heads // keys, 1)
+        np.repeat(x / np.sqrt((x**2).sum(-1, keepdims=True) + unit_epsilon), heads // keys, 1)
         for x in mixed[:2]
     )
     rate = np.exp(weights.a_log) * np.log1p(np.exp(decay + weights.dt_bias))
@@ -36,7 +39,7 @@ def by_formula(projected, weights, before, present, beta_factor):
     update = beta_factor * sigmoid(beta)[..., None] * (mixed[2] - predicted)
     state = state + key[..., None] * update[:, :, None]
     out = np.einsum("bnk,bnkv->bnv", query, state) / np.sqrt(DIM)
-    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPSILON) * weights.norm
+    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + norm_epsilon) * weights.norm
     gate = gate.reshape(out.shape)
     after = step.StepState(state, *tails)
     kept = (present > 0).reshape(-1, 1, 1, 1)
@@ -70,8 +73,8 @@ def call(beta_factor):
 
     def run(projected, weights, state, present):
         return step.step(
-            projected, weights, state, present, unit_epsilon=EPSILON, norm_epsilon=EPSILON,
-            most_beta=beta_factor,
+            projected, weights, state, present, unit_epsilon=UNIT_EPSILON,
+            norm_epsilon=NORM_EPSILON, most_beta=beta_factor,
         )  # fmt: skip
 
     return run
