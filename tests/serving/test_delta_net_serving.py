@@ -222,8 +222,9 @@ def test_the_kernel_of_a_step_is_given_what_the_layer_computes(monkeypatch, nega
         asked.append(options["most_beta"])
         epsilons = options["unit_epsilon"], options["norm_epsilon"]
         given = (jax.tree.map(lambda x: np.asarray(x, float), x) for x in (weights, state))
+        weights, state = given
         found = delta_step_cases.by_formula(
-            np.asarray(projected, float), *given, np.asarray(present), asked[-1], *epsilons
+            np.asarray(projected, float), weights, state, np.asarray(present), asked[-1], *epsilons
         )
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
 
