@@ -55,7 +55,7 @@ CORPORA: list[Any] = [
     ({"a.jsonl": "hello"}, {}, "a.jsonl, line 1, is not JSON (Expecting value"),
     ({"a.jsonl": "[1]"}, {}, "line 1, has list, and no key 'text': set key= to the key of"),
     ({"a.jsonl": '{"body": "a", "id": 1}'}, {}, "has keys ['body', 'id'], and no key 'text': set"),
-    ({"a.jsonl": '{"messages": []}'}, {}, "no key 'text': for conversations set chats=True, on a c"),
+    ({"a.jsonl": '{"messages": []}'}, {}, "no key 'text': for conversations set chats=True, on a"),
     ({"a.jsonl": '{"text": "a"}'}, {"key": "body"}, "and no key 'body'"),
     ({"a.jsonl": '{"text": 5}'}, {}, "line 1, has 5 under 'text': it must be a"),
     ({"a.jsonl": r'{"text": "\ud800"}'}, {}, "line 1, has half of a surrogate pair"),
