@@ -68,11 +68,9 @@ def _strategy(case: Case, name: str, strategy: ring_strategies.Strategy) -> Iter
     if strategy.packing:
         *by_token, tables = strategy.packing
         specs = None if tables is None else tables.specs(None, strategy.axes)
-        given = (*((x, strategy.spec) for x in by_token),)
         leaves, structure = jax.tree.flatten((*by_token, tables))
-        by_leaf = [spec for _, spec in given] + jax.tree.leaves(
-            specs, is_leaf=lambda x: isinstance(x, P)
-        )
+        of_tables = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        by_leaf = [strategy.spec] * len(by_token) + of_tables
         packed = [
             Argument(x.shape, x.dtype, spec, Values("array", array=np.asarray(x)))
             for x, spec in zip(leaves, by_leaf, strict=True)
@@ -125,24 +123,30 @@ def _rule_arguments(length: int, heads: int, channels: bool, dims: tuple[int, in
     ]  # fmt: skip
 
 
+def _rules(
+    group: str, name: str, mesh: Any, layout: str, given: list[Argument], tokens: int = 0
+) -> Iterator[Ahead]:
+    """The rule forward, and forward and backward; ``tokens`` times heads of 128 of each GPU."""
+    for what, per_token in ((FORWARD, FORWARD_FLOPS), (BOTH, BOTH_FLOPS)):
+        backward = what == BOTH
+        yield Ahead(
+            f"{group}, {what}", name, mesh, linear_ring.program(layout, mesh, backward=backward),
+            given if backward else given[:5], flops=per_token * tokens,
+        )  # fmt: skip
+
+
 def linear_rings(devices: Devices, *, channels: bool = False, heads: int = 32) -> Iterator[Ahead]:
     """The gated delta rule over all GPUs and on one, with as many tokens per GPU."""
     form = "KDA" if channels else "GDN"
     for tokens in (16384, 65536):
-        flops = tokens * heads
         for place in (linear_ring.ONE, "contiguous", "zigzag"):
             mesh = devices.mesh((1,)) if place == linear_ring.ONE else devices.mesh()
             layout = "contiguous" if place == linear_ring.ONE else place
             given = _rule_arguments(
                 tokens * mesh.size, heads, channels, (linear_cases.HEAD_DIM,) * 2
             )
-            for what, per_token in ((FORWARD, FORWARD_FLOPS), (BOTH, BOTH_FLOPS)):
-                backward = what == BOTH
-                yield Ahead(
-                    f"{form} {tokens:,} per GPU, {what}", place, mesh,
-                    linear_ring.program(layout, mesh, backward=backward),
-                    given if backward else given[:5], flops=per_token * flops,
-                )  # fmt: skip
+            group = f"{form} {tokens:,} per GPU"
+            yield from _rules(group, place, mesh, layout, given, tokens * heads)
 
 
 def linear_dims(devices: Devices) -> Iterator[Ahead]:
@@ -154,13 +158,7 @@ def linear_dims(devices: Devices) -> Iterator[Ahead]:
     ):  # fmt: skip
         given = _rule_arguments(32768, 32, channels, dims)
         name = f"{'KDA' if channels else 'GDN'} {dims[0]}/{dims[1]}"
-        for what in (FORWARD, BOTH):
-            backward = what == BOTH
-            yield Ahead(
-                f"linear 32K, {what}", name, mesh,
-                linear_ring.program("contiguous", mesh, backward=backward),
-                given if backward else given[:5],
-            )  # fmt: skip
+        yield from _rules("linear 32K", name, mesh, "contiguous", given)
 
 
 def logits(devices: Devices) -> Iterator[Ahead]:

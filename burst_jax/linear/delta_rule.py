@@ -2,9 +2,9 @@
 
 Forward: the affine map of each run of tokens, an exchange of maps, the scan from the states that
 arrive. Backward: the gradient of each run's first state from its own tokens, an exchange with M
-transposed, then all gradients. A device alone needs neither map nor exchange, nor do the whole
-documents of a balanced batch. Each run of its split documents is a sequence of its own. Runs that
-are too few for a GPU are scanned in parts, which have maps like those of runs.
+transposed, then all gradients. A device alone needs no exchange, and maps for parts alone, as do
+the whole documents of a balanced batch. Each run of its split documents is a sequence of its own.
+Runs that are too few for a GPU are scanned in parts, which have maps like those of runs.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class _Residuals(NamedTuple):
       inputs: of the forward pass.
       kept: what the implementation keeps of it.
       start: the state before each part of a run.
-      m: what the exchange keeps of the maps' M; None without an exchange.
+      m: what the exchange keeps of the maps' M; None without maps.
       of_split: the tables of the runs, of split documents.
     """
 

@@ -23,9 +23,6 @@ from benchmarks.ahead import Ahead, Argument, Values, Writer
 from benchmarks.export import Devices
 from burst_jax.command_line import Unusable
 
-needs_compiler = pytest.mark.skipif(
-    not compiled.cuda_compiler_present(), reason="needs JAX's CUDA plugin"
-)
 IDS = np.arange(16, dtype=np.int32).reshape(1, 16)
 
 
@@ -40,7 +37,7 @@ def program(name, **fields):
     )  # fmt: skip
 
 
-@needs_compiler
+@pytest.mark.cuda_compiler
 def test_a_folder_has_each_program_once_and_how_to_call_it(tmp_path):
     writer = Writer(tmp_path)
     size = writer.write(program("first"))
@@ -120,7 +117,7 @@ def test_what_cannot_be_timed_is_refused(tmp_path, rows, only, message):
         exported.run(argparse.Namespace(folder=tmp_path, only=only, json=None))
 
 
-@needs_compiler
+@pytest.mark.cuda_compiler
 def test_suites_are_written(tmp_path, capsys):
     with compiled.of_empty_kernels():
         benchmarks.main([
@@ -132,7 +129,7 @@ def test_suites_are_written(tmp_path, capsys):
     assert capsys.readouterr().out.count("MiB") == 4
 
 
-@needs_compiler
+@pytest.mark.cuda_compiler
 def test_a_training_step_is_written(tmp_path):
     sizes = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "vocab_size": 64, "head_dim": 16}
     sizes |= {"num_heads": 4, "num_kv_heads": 2}

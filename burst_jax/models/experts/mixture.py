@@ -27,12 +27,7 @@ from burst_jax.layers.lora import add_adapter
 from burst_jax.models.activations import ACTIVATIONS
 from burst_jax.models.experts.chunks import run_chunked
 from burst_jax.models.experts.config import dense_config
-from burst_jax.models.experts.decoding import (
-    SharedExpert,
-    can_decode,
-    largest,
-    run_decoding,
-)
+from burst_jax.models.experts.decoding import SharedExpert, can_decode, largest, run_decoding
 from burst_jax.models.experts.exchange import owner_tables, run_exchanged
 from burst_jax.models.experts.rows import copied, moved, of_groups, routes_of, sizes_of, summed
 from burst_jax.models.feed_forward import (
