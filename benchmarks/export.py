@@ -101,8 +101,19 @@ _OF_RING = (ring_strategies.ALL_ALONE, ring_strategies.ZIGZAG)
 
 
 def rings(devices: Devices) -> Iterator[Ahead]:
-    """Rings of 64K and 16K tokens, and short ones, next to every GPU alone."""
-    return _rings(devices, _chosen(0, 2, 10, 11, names=_OF_RING))
+    """Rings of 128K to 16K tokens, and short ones, next to every GPU alone."""
+    return _rings(devices, _chosen(1, 0, 2, 10, 11, names=_OF_RING))
+
+
+def ring_layouts(devices: Devices) -> Iterator[Ahead]:
+    """Other layouts, rotations and methods; a window, batches, no mask."""
+    others = "striped", "contiguous", "Ulysses", "zigzag, NCCL"
+    rotations = "zigzag, rotate_kv", "zigzag, rotate_query"
+    yield from _rings(devices, _chosen(0, 2, names=(*_OF_RING, *others)))
+    yield from _rings(devices, _chosen(3, names=rotations))
+    yield from _rings(devices, _chosen(5, names=(*_OF_RING, "contiguous")))
+    yield from _rings(devices, _chosen(4, names=(ring_strategies.ALL_ALONE, "contiguous")))
+    yield from _rings(devices, _chosen(6, 7, 8, names=_OF_RING))
 
 
 def packed_rings(devices: Devices) -> Iterator[Ahead]:
@@ -245,6 +256,7 @@ def large_steps(devices: Devices) -> Iterator[Ahead]:
 
 SUITES: dict[str, Callable[[Devices], Iterator[Ahead]]] = {
     "rings": rings,
+    "layouts": ring_layouts,
     "packed": packed_rings,
     "gdn": linear_rings,
     "kda": functools.partial(linear_rings, channels=True),

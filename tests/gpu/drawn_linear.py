@@ -36,8 +36,8 @@ from burst_jax import linear
 from pallas_kernels.linear.sm90 import parts, scan
 
 # Relative, Euclidean, of results in bfloat16 with products of bfloat16; or so many times the error
-# of plain JAX on one device, with the same roundings. Beta's gradient sums products of two rounded
-# arrays: its error is relative to these.
+# of plain JAX on one device, with the same roundings. The gradients of beta and decay sum products
+# of two rounded arrays: their errors are relative to these where the sum is smaller.
 ALLOWED, OF_PLAIN = 1e-2, 1.5
 _STATES = ("last", "dstart")
 # It lacks decays per key channel.
@@ -215,14 +215,17 @@ class Check:
 
 
 def _errors(
-    drawn: Draw, got: dict[str, np.ndarray], want: dict[str, np.ndarray], beta_terms: np.ndarray
+    drawn: Draw,
+    got: dict[str, np.ndarray],
+    want: dict[str, np.ndarray],
+    terms: dict[str, np.ndarray],
 ) -> dict[str, float]:
     """Of results in the layout's order."""
     return {
         name: linear_cases.error(
             x if name in _STATES else burst_jax.from_layout(x, drawn.layout, drawn.devices),
             want[name],
-            beta_terms if name == "dbeta" else None,
+            terms.get(name),
         )
         for name, x in got.items()
     }

@@ -100,7 +100,7 @@ def check(name, cases, family, both_chains=False, **more):
     results = run(case, family, both_chains)
     for result, got in results.items():
         # Few tokens have terms of beta's gradient that cancel.
-        of = terms if result == "dbeta" else None
+        of = terms["dbeta"] if result == "dbeta" else None
         assert linear_cases.error(got, want[result], of) < ALLOWED, result
     if case.ids is not None:
         # No decay applies there.

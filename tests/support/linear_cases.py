@@ -134,10 +134,13 @@ def truth(case: Case) -> dict[str, np.ndarray]:
     return truth_and_terms(case)[0]
 
 
-def truth_and_terms(case: Case) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """``truth``, and what beta's gradient sums over: a number per column, ``[B, T, N, Hv]``.
+def truth_and_terms(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """``truth``, and the sizes of what the gradients of beta and log decay sum over, by name.
 
-    The rounding of a sum is relative to its terms, and few tokens can have terms that cancel.
+    ``dbeta`` is a sum of a number per value column, ``[B, T, N, Hv]``. ``dlog_decay`` is one of a
+    number per element of the state; of these the Euclidean norm is here, in its own shape. The
+    rounding of a sum is relative to its terms, and terms can cancel: those of few tokens, or of a
+    state that is not forgotten, whose sum then is nearly the same for thousands of tokens.
     NumPy, because XLA would compile it again for every shape.
     """
     run = _Recurrence(case)
@@ -217,12 +220,12 @@ class _Recurrence:
             result[~self.case.valid] = 0
         return result, self.kept[-1]
 
-    def backward(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Gradients in the order of the inputs, and the terms of beta's."""
+    def backward(self) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Gradients in the order of the inputs, and what some sum over."""
         case, (batch, length, heads, dim) = self.case, self.q.shape
         dq, dk = np.zeros((2, batch, length, heads, dim))
         dv, terms = np.zeros((2, *self.v.shape))
-        dlog_decay = np.zeros((batch, length, heads, dim))
+        dlog_decay, squares = np.zeros((2, batch, length, heads, dim))
         dstate, steps = np.asarray(case.dlast, np.float64), self.steps(0)
         for t in reversed(range(length)):
             if t % 32 == 31 or t == length - 1:
@@ -236,16 +239,18 @@ class _Recurrence:
             dk[:, t] = np.einsum("bnkv,bnv->bnk", dstate, step.beta * step.missing)
             dk[:, t] -= np.einsum("bnkv,bnv->bnk", step.old, dv[:, t])
             dold = dstate - step.k[..., None] * dv[:, t, :, None, :]
-            dlog_decay[:, t] = (dold * step.old).sum(-1)
+            product = dold * step.old
+            dlog_decay[:, t], squares[:, t] = product.sum(-1), (product**2).sum(-1)
             dstate = step.decay * dold
         if case.ids is not None:
-            for x in (terms, dlog_decay):
+            for x in (terms, dlog_decay, squares):
                 x[~case.valid] = 0
         if not self.channels:
-            dlog_decay = dlog_decay.sum(-1)
+            dlog_decay, squares = dlog_decay.sum(-1), squares.sum(-1)
         grouped = batch, length, case.k.shape[2], -1, dim
         dq, dk = (x.reshape(grouped).sum(3) for x in (dq, dk))
-        return [dq, dk, dv, dlog_decay, terms.sum(-1), dstate], terms
+        summed = {"dbeta": terms, "dlog_decay": np.sqrt(squares)}
+        return [dq, dk, dv, dlog_decay, terms.sum(-1), dstate], summed
 
 
 def error(got: Any, want: np.ndarray, terms: np.ndarray | None = None) -> float:
