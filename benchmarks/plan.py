@@ -16,6 +16,7 @@ from benchmarks import train
 from benchmarks.kernel_cases import Case
 from benchmarks.results import Results, Row
 from benchmarks.ring import CASES
+from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS, Estimate, StepEstimate, attention, training
 
 # Results of ``python -m benchmarks ring --json`` on two and on four H200. The second file also has
@@ -126,6 +127,8 @@ class Step(NamedTuple):
       strategy: the benchmark's name of the strategy.
       length: sequence length.
       seconds: the median.
+      remat: what layers save.
+      moment_dtype: of AdamW's moments.
     """
 
     devices: int
@@ -135,6 +138,8 @@ class Step(NamedTuple):
     strategy: str
     length: int
     seconds: float
+    remat: Remat = "attention"
+    moment_dtype: str = "float32"
 
 
 def load_steps() -> list[Step]:
@@ -150,10 +155,11 @@ def step_estimate(step: Step) -> StepEstimate:
     ring, tensor = ((1,), step.devices) if parallel else ((step.devices,), 1)
     config = dataclasses.replace(train.SHAPES[step.shape], num_layers=step.layers)
     found = training(
-        config, length=step.length, gpu=GPUS["h200"], gpus_per_host=step.devices, moments="device"
-    )
+        config, length=step.length, gpu=GPUS["h200"], gpus_per_host=step.devices, moments="device",
+        moment_dtype=step.moment_dtype,
+    )  # fmt: skip
     wanted = {
-        "weights": step.weights, "ring": ring, "tensor": tensor, "remat": config.remat,
+        "weights": step.weights, "ring": ring, "tensor": tensor, "remat": step.remat,
         "layout": "contiguous" if parallel else step.strategy, "remat_layers": None,
     }  # fmt: skip
     (estimate,) = (
@@ -169,15 +175,15 @@ def step_table() -> str:
     lines = [
         "training steps on H200s, milliseconds, measured and estimated (ratio)",
         "",
-        f"{'GPUs':>4}  {'model':12}{'layers':>6}  {'weights':12}{'strategy':17}{'length':>9}"
-        f"{'ms':>22}",
+        f"{'GPUs':>4}  {'model':18}{'layers':>6}  {'weights':12}{'strategy':17}{'remat':11}"
+        f"{'length':>9}{'ms':>22}",
     ]
     lines.append("-" * len(lines[-1]))
     for step in load_steps():
         cell = _rates(1e3 * step.seconds, 1e3 * step_estimate(step).seconds.total)
         lines.append(
-            f"{step.devices:4}  {step.shape:12}{step.layers:6}  {step.weights:12}"
-            f"{step.strategy:17}{step.length:9,}{cell:>22}"
+            f"{step.devices:4}  {step.shape:18}{step.layers:6}  {step.weights:12}"
+            f"{step.strategy:17}{step.remat:11}{step.length:9,}{cell:>22}"
         )
     return "\n".join(lines)
 

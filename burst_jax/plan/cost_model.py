@@ -269,9 +269,13 @@ class CostModel:
         return self._attention.batch * self._shape.heads * of_head
 
     @property
-    def _rate_share(self) -> float:
-        small = max(self._attention.head_dim, self._attention.value_dim) <= 64
-        return self._cluster.gpu.small_head if small else 1.0
+    def _rates(self) -> tuple[float, float]:
+        """FLOP/s of the forward and of the backward kernel."""
+        gpu, dim = self._cluster.gpu, max(self._attention.head_dim, self._attention.value_dim)
+        large = min(1.0, max(0, dim - 128) / 128)
+        small = gpu.small_head if dim <= 64 else 1.0
+        forward, backward = (small * (1 + large * (share - 1)) for share in gpu.large_head)
+        return 1e12 * gpu.forward * forward, 1e12 * gpu.backward * backward
 
     @property
     def _links(self) -> tuple[float, float]:
@@ -296,7 +300,7 @@ class CostModel:
 
     def _forward(self) -> Iterator[tuple[float, float]]:
         """Seconds of each kernel of the forward pass, and of the sends that overlap it."""
-        rate = 1e12 * self._cluster.gpu.forward * self._rate_share
+        rate, _ = self._rates
         sizes = self._send_bytes("rotate_kv")
         for step in forward_schedule(self._routes[False]):
             scores = self._scores[False][step.offset][0]
@@ -307,7 +311,7 @@ class CostModel:
         """The same for the backward pass, and last the operations around its kernels."""
         gpu, rotates_query = self._cluster.gpu, rotation == "rotate_query"
         route, attention = self._routes[rotates_query], self._attention
-        rate = 1e12 * gpu.backward * self._rate_share
+        _, rate = self._rates
         sizes = self._send_bytes(rotation)
         deferred = _DEFERRED_CAUSAL if attention.is_causal else _DEFERRED
         for step in backward_schedule(route):

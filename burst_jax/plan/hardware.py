@@ -19,6 +19,8 @@ class Gpu:
       forward: TFLOP/s of the forward kernel on a long causal shard, head dim 128, 16-bit.
       backward: TFLOP/s of the backward kernel on such a shard.
       small_head: fraction of these rates reached with head dims up to 64.
+      large_head: fraction of each of them reached with head dims of 256; between 128 and 256 it is
+        interpolated.
       launch: fixed cost of a kernel in seconds: launch, prologue and epilogue, tile tables.
       bandwidth: GB/s of device memory, reads and writes together.
       link: GB/s sent to a GPU of the same host by an NCCL permute while a kernel runs.
@@ -52,12 +54,14 @@ class Gpu:
     host_copy: float = 50.0
     # A 400 Gbit/s adapter for each GPU: a DGX H100 or H200 has eight ConnectX-7 (its user guide).
     host_link: float = 50.0
+    large_head: tuple[float, float] = (1.0, 1.0)
 
 
+# At head dim 256: the steps of qwen3-next-softmax and qwen3-next-dense (docs/performance.md).
 _H200 = Gpu(
     "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, "fused",
     "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
-    exchange_link=255, matmul=650, peak=989,
+    exchange_link=255, matmul=650, peak=989, large_head=(1.04, 0.68),
 )  # fmt: skip
 GPUS = {
     "h200": _H200,
@@ -67,14 +71,15 @@ GPUS = {
     ),
     # FlashAttention-2 on an A100 at 16K tokens, full mask (arXiv 2307.08691): forward 73 % of the
     # peak, 203 forward and backward. On an H100 mosaic_sm80 makes 1.05 and 1.06 of its rates, under
-    # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80 (docs/performance.md). A DGX A100
-    # has a 200 Gbit/s adapter for each GPU, eight ConnectX-6 (its user guide), behind PCIe 4 x16.
+    # a causal mask 0.96 and 0.97 of its own, at head dim 64 0.80, at 256 0.83 and 0.75
+    # (docs/performance.md). A DGX A100 has a 200 Gbit/s adapter for each GPU, eight ConnectX-6 (its
+    # user guide), behind PCIe 4 x16.
     "a100": Gpu(
         "a100", 80, 228, 200, 0.80, 25e-6, 1600, 87, "reordered",
         "not measured on an A100: FlashAttention-2's published rates there times the ratio to it "
         "on an H100 (docs/performance.md); NVLink at the H200's share of its peak",
         peer_link=253, exchange_link=170, matmul=240, peak=312, host_copy=25.0,
-        host_link=25.0,
+        host_link=25.0, large_head=(0.83, 0.75),
     ),
 }  # fmt: skip
 GPUS["a100-40gb"] = dataclasses.replace(

@@ -196,6 +196,9 @@ def _backward(
         products += 4 * s.mlp.whole * 4 / 3
     if mixer == "delta_net" and not saved:
         states += _ahead(s, strategy, remat, kernels)
+    if mixer == "attention" and remat == "full":
+        # The ring ran again before: its inputs, and theirs.
+        states += one + features * (s.query + s.kv)
     return {
         mixer: fetched + of_mixer + gathered + summed + gradients,
         "feed-forward": fetched + states + out + products + gathered,

@@ -35,10 +35,11 @@ from burst_jax.ring.route import RingMask, make_route, scores_per_step
 from pallas_kernels.mask import Mask
 
 SHAPE: Any = {"length": 65536, "num_heads": 32, "num_kv_heads": 8}
-# Free communication and kernel launches: only the balance of the work is left.
+# Free communication and kernel launches, one rate for all head dims above 64: only the balance of
+# the work is left.
 IDEAL = dataclasses.replace(
     GPUS["h200"], launch=1e-12, link=1e9, peer_link=None, exchange_link=None, bandwidth=1e9,
-    source="a custom GPU",
+    source="a custom GPU", large_head=(1.0, 1.0),
 )  # fmt: skip
 IDEAL_TFLOPS = 14 / (4 / IDEAL.forward + 10 / IDEAL.backward)
 
@@ -98,6 +99,21 @@ def test_zigzag_halves_the_contiguous_ring(n, ratio):
     small = one(plan_of(gpu=IDEAL, gpus_per_host=n, head_dim=64))
     assert 0.5 < IDEAL.small_head < 0.9
     assert small.seconds == pytest.approx(zigzag / 2 / IDEAL.small_head, rel=1e-3)
+
+
+def test_large_heads_have_rates_of_their_own():
+    """From head dim 128 to 256 of keys or values, whichever is larger, they are interpolated."""
+    gpu = dataclasses.replace(IDEAL, large_head=(1.1, 0.6))
+    base, between, large = (
+        one(plan_of(gpu=gpu, head_dim=128, value_head_dim=dim)) for dim in (128, 192, 256)
+    )
+    for name, share, works in (
+        ("forward_seconds", 1.1, (1.25, 1.5)),
+        ("backward_seconds", 0.6, (1.2, 1.4)),
+    ):
+        seconds = [getattr(x, name) for x in (base, between, large)]
+        assert seconds[1] == pytest.approx(works[0] * seconds[0] / ((1 + share) / 2), rel=1e-3)
+        assert seconds[2] == pytest.approx(works[1] * seconds[0] / share, rel=1e-3)
 
 
 def test_costs_are_proportional_to_the_batch():
@@ -441,7 +457,9 @@ def test_estimates_are_printed_next_to_measured_rates():
     assert "4 x NVIDIA H200" in rings
     assert re.search(r"64K, 32/8 heads +zigzag +\d{3} \d{3} \([01]\.\d\d\)", rings)
     steps = step_table()
-    assert re.search(r"llama-3-8b +32 +sharded +zigzag +65,536 +6680 \d{4} \([01]\.\d\d\)", steps)
+    assert re.search(
+        r"llama-3-8b +32 +sharded +zigzag +attention +65,536 +6680 \d{4} \([01]\.\d\d\)", steps
+    )
 
 
 TWO_LEVELS = {"seq_axis": ("outer", "inner")}

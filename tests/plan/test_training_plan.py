@@ -138,6 +138,10 @@ def test_saved_activations_cost_memory_and_save_time():
     tokens, wide = 2**15, 2 * 4096
     assert by_remat["full"].memory.activations == 32 * tokens * wide
     assert by_remat["attention"].memory.activations == 32 * tokens * (2 * wide + 4 * 32)
+    # "full" runs the ring again before the feed-forward's gradients: its inputs and q, k and v.
+    full, attention = (by_remat[name].memory for name in ("full", "attention"))
+    assert full.phase == attention.phase == "feed-forward"
+    assert full.work - attention.work == tokens * (wide + 2 * (4096 + 2 * 1024))
     assert by_remat["offload"].memory.activations == 0
     assert by_remat["offload"].memory.host == by_remat["attention"].memory.activations
     times = [by_remat[name].seconds.total for name in ordered]
