@@ -250,7 +250,11 @@ def load(folder: Path, row: dict[str, Any]) -> Ready:
         for i, (shape, dtype, spec, kind, low, high) in enumerate(row["arguments"])
     ]  # fmt: skip
     exported = export.deserialize(bytearray(zlib.decompress(Path(f"{file}.z").read_bytes())))
-    call = jax.jit(exported.call, donate_argnums=tuple(range(row["carried"])))
+    carried = row["carried"]
+    # Else XLA might shard a result in another way than the argument that it replaces.
+    shardings: list[Any] = [NamedSharding(mesh, each.spec) for each in arguments[:carried]]
+    shardings += [None] * (len(exported.out_avals) - carried)
+    call = jax.jit(exported.call, donate_argnums=tuple(range(carried)), out_shardings=shardings)
     lowered = call.trace(*(each.on(mesh) for each in arguments)).lower()
     options = burst_jax.compiler_options() if row["overlaps"] else {}
     return Ready(

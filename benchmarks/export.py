@@ -187,23 +187,27 @@ def logits(devices: Devices) -> Iterator[Ahead]:
 
 
 def _step(
-    devices: Devices, shape: str, length: int, n: int, moment_dtype: Any = "float32", **changes: Any
-) -> Ahead:
-    """A training step; over several GPUs with sharded weights."""
+    devices: Devices, shape: str, length: int, n: int, moment_dtype: Any = "float32",
+    weights: str = "sharded", **changes: Any,
+) -> Ahead:  # fmt: skip
+    """A training step; over several GPUs with weights as in ``benchmarks train``."""
     config = dataclasses.replace(SHAPES[shape], **changes)
     mesh = devices.mesh((n,))
     optimizer = make_optimizer(1e-4, 100, moment_dtype=moment_dtype)
     options: dict[str, Any] = {"layout": "zigzag"}
-    if n > 1:
-        options["rules"] = ShardingRules(data=None, fsdp=None, seq="seq", tensor=None)
+    if n > 1 and weights != "replicated":
+        expert = "seq" if weights == "exchanged" else None
+        options["rules"] = ShardingRules(
+            data=None, fsdp=None, seq="seq", tensor=None, expert=expert
+        )
     graphdef, *state = abstract_train_state(config, optimizer, mesh, **options)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1))
     batch = make_batch(rows, layout="zigzag", num_shards=n)
     held, states = jax.tree.flatten(tuple(state))
     fed, batches = jax.tree.flatten(batch)
-    weights = len(jax.tree.leaves(state[0]))
+    num_weights = len(jax.tree.leaves(state[0]))
     given = [
-        Argument(x.shape, x.dtype, _spec(x), _values(x, is_weight=i < weights))
+        Argument(x.shape, x.dtype, _spec(x), _values(x, is_weight=i < num_weights))
         for i, x in enumerate(held)
     ]
     given += [
@@ -239,19 +243,41 @@ def _spec(x: Any) -> P:
 
 def hybrid_steps(devices: Devices) -> Iterator[Ahead]:
     """Training steps of a group of Qwen3-Next's layers on one GPU."""
-    for length, shapes in (
-        (32768, ("qwen3-next-dense", "qwen3-next-softmax", "qwen3-next-layers")),
-        (131072, ("qwen3-next-dense", "qwen3-next-softmax")),
-    ):
-        for shape in shapes:
+    for length in (32768, 131072):
+        for shape in ("qwen3-next-dense", "qwen3-next-softmax"):
             yield _step(devices, shape, length, 1)
+    # 6.7 billion weights: with moments in float32 they take 75 GiB.
+    for shape in ("qwen3-next-layers", "qwen3-next-dense"):
+        step = _step(devices, shape, 32768, 1, moment_dtype="bfloat16")
+        yield dataclasses.replace(step, group=f"{step.group}, bfloat16 moments")
 
 
 def large_steps(devices: Devices) -> Iterator[Ahead]:
-    """Training steps of Llama 3 8B over all GPUs."""
-    yield _step(
-        devices, "llama-3-8b", 65536, devices.count, moment_dtype="bfloat16", remat="selective"
-    )
+    """Training steps of Llama 3 8B over all GPUs, as much saved as fits two H200."""
+    saved_at: dict[int, dict[str, Any]] = {
+        65536: {"remat": "selective"},
+        131072: {"remat": "selective", "remat_layers": 11},
+        262144: {"remat": "attention"},
+    }
+    for length, saved in saved_at.items():
+        step = _step(devices, "llama-3-8b", length, devices.count, moment_dtype="bfloat16", **saved)
+        yield dataclasses.replace(step, group=f"8B {step.group}")
+
+
+def expert_steps(devices: Devices) -> Iterator[Ahead]:
+    """Steps of mixtures of experts over all GPUs, by what is sent: experts, or tokens."""
+    sharded = ("sharded", "exchanged")
+    for shape, tokens, kinds in (
+        ("qwen3-30b-a3b-layers", 32768, ("replicated", *sharded)),
+        ("qwen3-next-layers", 32768, sharded),
+        ("qwen3-next-layers", 8192, sharded),
+    ):
+        for weights in kinds:
+            step = _step(
+                devices, shape, tokens * devices.count, devices.count, moment_dtype="bfloat16",
+                weights=weights,
+            )  # fmt: skip
+            yield dataclasses.replace(step, group=f"{shape}, {step.group}", name=weights)
 
 
 SUITES: dict[str, Callable[[Devices], Iterator[Ahead]]] = {
@@ -264,6 +290,7 @@ SUITES: dict[str, Callable[[Devices], Iterator[Ahead]]] = {
     "logits": logits,
     "steps": hybrid_steps,
     "8b": large_steps,
+    "experts": expert_steps,
 }
 
 

@@ -139,38 +139,47 @@ def in_turns(
     turns: int,
     seconds: float,
     clock: Clock,
+    called: bool = False,
 ) -> dict[Any, list[Turn]]:
     """Times calls in turns of random order.
+
+    A call that takes longer than a turn is one: the call that its duration is found by counts.
 
     Args:
       calls: by a name, what starts the work, and what waits for its results.
       turns: number of turns of each call.
       seconds: duration of a turn.
       clock: reads SM clock and power.
+      called: whether each was called before, and is compiled.
 
     Returns:
       By name, all turns.
     """
-    numbers = {}
-    for name, (call, wait) in calls.items():
-        wait(call())  # compiles
+
+    def turn(name: Any, number: int) -> Turn:
+        call, wait = calls[name]
         start = time.perf_counter()
+        for _ in range(number - 1):
+            call()
         wait(call())
-        numbers[name] = max(1, math.ceil(seconds / (time.perf_counter() - start)))
+        end = time.perf_counter()
+        return Turn((end - start) / number, *clock.between(start, end))
+
+    numbers: dict[Any, int] = {}
+    measured: dict[Any, list[Turn]] = {}
+    for name, (call, wait) in calls.items():
+        if not called:
+            wait(call())  # compiles
+        first = turn(name, 1)
+        numbers[name] = max(1, math.ceil(seconds / first.seconds))
+        measured[name] = [first] if first.seconds >= seconds else []
     order = list(calls)
-    measured: dict[Any, list[Turn]] = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
-    for _ in range(turns):
+    for i in range(turns):
         shuffle(order)
         for name in order:
-            call, wait = calls[name]
-            start = time.perf_counter()
-            for _ in range(numbers[name] - 1):
-                call()
-            wait(call())
-            end = time.perf_counter()
-            readings = clock.between(start, end)
-            measured[name].append(Turn((end - start) / numbers[name], *readings))
+            if len(measured[name]) == i:
+                measured[name].append(turn(name, numbers[name]))
     return measured
 
 

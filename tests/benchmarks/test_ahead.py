@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import zlib
+from typing import Any
+from unittest import mock
 
 import compiled_programs as compiled
 import jax
@@ -17,11 +20,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import ahead, exported
+from benchmarks import ahead, exported, train
 from benchmarks import export as export_benchmark
 from benchmarks.ahead import Ahead, Argument, Values, Writer
 from benchmarks.export import Devices
 from burst_jax.command_line import Unusable
+from burst_jax.models import abstract_decoder
 
 IDS = np.arange(16, dtype=np.int32).reshape(1, 16)
 
@@ -131,7 +135,13 @@ def test_suites_are_written(tmp_path, capsys):
 
 @pytest.mark.cuda_compiler
 def test_a_training_step_is_written(tmp_path):
-    sizes = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "vocab_size": 64, "head_dim": 16}
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "embed_dim": 32,
+        "mlp_dim": 32,
+        "vocab_size": 64,
+        "head_dim": 16,
+    }
     sizes |= {"num_heads": 4, "num_kv_heads": 2}
     step = export_benchmark._step(Devices("h200", 2), "7b-layers", 256, 2, **sizes)
     with compiled.of_empty_kernels():
@@ -147,3 +157,39 @@ def test_a_training_step_is_written(tmp_path):
     given, made = ([(x.shape, x.dtype) for x in of] for of in (found.in_avals, found.out_avals))
     assert given[:carried] == made[:carried]
     assert len(found.out_avals) == carried + 2
+    # It stays where it was, whatever the compiler would choose.
+    devices = [*step.mesh.devices.flat]
+    with mock.patch.object(jax, "devices", return_value=devices):
+        lowered = ahead.load(tmp_path, row).lowered
+    kept = [x.sharding.spec for x in jax.tree.leaves(lowered.out_info)[:carried]]
+    assert [P(*x[2]) for x in row["arguments"][:carried]] == kept
+    assert P(None, None, "seq") in kept
+
+
+@pytest.mark.cuda_compiler
+def test_steps_of_a_group_fit_on_the_gpus_together(monkeypatch):
+    """A group's programs are timed in turns, each with a state of its own."""
+
+    @functools.cache
+    def weights_of(shape):
+        mesh = jax.sharding.AbstractMesh((), ())
+        return sum(
+            x.size for x in jax.tree.leaves(abstract_decoder(train.SHAPES[shape], mesh=mesh)[1])
+        )
+
+    def step(devices, shape, length, n, moment_dtype="float32", weights="sharded", **changes):
+        assert {*changes} <= {"remat", "remat_layers"}
+        size = weights_of(shape) * (4 + 2 * jnp.dtype(moment_dtype).itemsize)
+        size /= 1 if weights == "replicated" else n
+        return Ahead(f"step {length:,} on {n}", shape, devices.mesh((n,)), sum, [], flops=size)
+
+    monkeypatch.setattr(export_benchmark, "_step", step)
+    states: dict[str, float] = {}
+    names = []
+    for suite in ("steps", "8b", "experts"):
+        for made in export_benchmark.SUITES[suite](Devices("h200", 2)):
+            states[made.group] = states.get(made.group, 0) + made.flops / 2**30
+            names.append((made.group, made.name))
+    assert len({*names}) == len(names) == 16
+    # Next to what a step itself needs.
+    assert max(states.values()) < 60, states

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,16 +77,26 @@ def test_turns_have_the_same_length_and_each_its_clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
 
-    def call(seconds):
+    counts: Counter[str] = Counter()
+
+    def call(name, seconds):
         def started():
+            counts[name] += 1
             now[0] += seconds
 
         return started, lambda _: None
 
     clock: Any = SimpleNamespace(between=lambda start, end: (end - start, 7.0))
-    calls: dict[Any, Any] = {"a": call(0.25), "b": call(0.5)}
-    measured = turns.in_turns(calls, turns=3, seconds=1.0, clock=clock)
-    assert measured == {"a": [(0.25, 1.0, 7.0)] * 3, "b": [(0.5, 1.0, 7.0)] * 3}
+    lengths = {"a": 0.25, "b": 0.5, "long": 4.0}
+    calls: dict[Any, Any] = {name: call(name, seconds) for name, seconds in lengths.items()}
+    short = {"a": [(0.25, 1.0, 7.0)] * 3, "b": [(0.5, 1.0, 7.0)] * 3}
+    for called in (False, True):
+        counts.clear()
+        measured = turns.in_turns(calls, turns=3, seconds=1.0, clock=clock, called=called)
+        assert measured == short | {"long": [(4.0, 4.0, 7.0)] * 3}
+        # Of a long call the one that its duration is found by is a turn.
+        first = 0 if called else 1
+        assert counts == {"a": 13 + first, "b": 7 + first, "long": 3 + first}
 
 
 def test_the_clock_and_power_of_all_gpus_between_two_times(tmp_path, monkeypatch):
