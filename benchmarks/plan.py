@@ -17,11 +17,14 @@ from benchmarks.kernel_cases import Case
 from benchmarks.results import Results, Row
 from benchmarks.ring import CASES
 from burst_jax.models.remat import Remat
-from burst_jax.plan import GPUS, Estimate, StepEstimate, attention, training
+from burst_jax.plan import GPUS, Estimate, Gpu, StepEstimate, attention, training
 
 # Results of ``python -m benchmarks ring --json`` on two and on four H200. The second file also has
 # rows of torch on the same GPUs: context_parallel, and all-to-alls around cuDNN.
 _FILES = ("measured_two_h200.json", "measured_four_h200.json")
+# With the kernels of 22 November, by which four H200 and some steps were measured. The planner has
+# the rates of what ships.
+_EARLIER = dataclasses.replace(GPUS["h200"], forward=605.0, backward=540.0, large_head=(1.0, 1.0))
 # The planner's strategy, layout and rotation for each strategy of the benchmark; None is "auto".
 _STRATEGIES = {
     "zigzag": ("ring", "zigzag", None),
@@ -66,16 +69,17 @@ def compare_rings(results: Results) -> Iterator[ComparedRing]:
         case = cases.get(row.case)
         if case is None or row.peer not in _STRATEGIES or not row.forward > 0:
             continue
-        estimate = _ring_estimate(case, row.peer, results.devices)
+        estimate = _ring_estimate(
+            case, row.peer, results.devices, _EARLIER if results.devices == 4 else GPUS["h200"]
+        )
         flops, both = (
             1e-12 * x / results.devices for x in (case.flops(), case.flops_with_gradients())
         )
         yield ComparedRing(row, flops / estimate.forward_seconds, both / estimate.seconds)
 
 
-def _ring_estimate(case: Case, name: str, devices: int) -> Estimate:
+def _ring_estimate(case: Case, name: str, devices: int, gpu: Gpu) -> Estimate:
     """The estimate for one strategy of the benchmark on one case."""
-    gpu = GPUS["h200"]
     if name.endswith("NCCL"):
         gpu = dataclasses.replace(gpu, peer_link=None)
     strategy, layout, rotation = _STRATEGIES[name]
@@ -128,7 +132,9 @@ class Step(NamedTuple):
       length: sequence length.
       seconds: the median.
       remat: what layers save.
+      remat_layers: in how many layers; None is all. The planner may have another number.
       moment_dtype: of AdamW's moments.
+      earlier: whether its kernels were earlier, slower ones.
     """
 
     devices: int
@@ -139,7 +145,9 @@ class Step(NamedTuple):
     length: int
     seconds: float
     remat: Remat = "attention"
+    remat_layers: int | None = None
     moment_dtype: str = "float32"
+    earlier: bool = False
 
 
 def load_steps() -> list[Step]:
@@ -155,17 +163,18 @@ def step_estimate(step: Step) -> StepEstimate:
     ring, tensor = ((1,), step.devices) if parallel else ((step.devices,), 1)
     config = dataclasses.replace(train.SHAPES[step.shape], num_layers=step.layers)
     found = training(
-        config, length=step.length, gpu=GPUS["h200"], gpus_per_host=step.devices, moments="device",
-        moment_dtype=step.moment_dtype,
+        config, length=step.length, gpu=_EARLIER if step.earlier else GPUS["h200"],
+        gpus_per_host=step.devices, moments="device", moment_dtype=step.moment_dtype,
     )  # fmt: skip
     wanted = {
         "weights": step.weights, "ring": ring, "tensor": tensor, "remat": step.remat,
-        "layout": "contiguous" if parallel else step.strategy, "remat_layers": None,
+        "layout": "contiguous" if parallel else step.strategy,
     }  # fmt: skip
     (estimate,) = (
         each
         for each in found.estimates
         if all(getattr(each.strategy, name) == value for name, value in wanted.items())
+        and (each.strategy.remat_layers is None) == (step.remat_layers is None)
     )
     return estimate
 

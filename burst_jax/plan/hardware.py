@@ -57,11 +57,12 @@ class Gpu:
     large_head: tuple[float, float] = (1.0, 1.0)
 
 
-# At head dim 256: the steps of qwen3-next-softmax and qwen3-next-dense (docs/performance.md).
+# At head dim 64: docs/performance.md, an H100. At 256: the steps of qwen3-next-softmax and
+# qwen3-next-dense there.
 _H200 = Gpu(
-    "h200", 141, 605, 540, 0.66, 60e-6, 3900, 130, "fused",
+    "h200", 141, 665, 570, 0.69, 60e-6, 3900, 130, "fused",
     "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
-    exchange_link=255, matmul=650, peak=989, large_head=(1.04, 0.68),
+    exchange_link=255, matmul=650, peak=989, large_head=(0.95, 0.65),
 )  # fmt: skip
 GPUS = {
     "h200": _H200,

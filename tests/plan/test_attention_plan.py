@@ -428,7 +428,9 @@ def allowed_ratio(case, name, both):
         return 1.14  # Few tiles per query: the kernel is slower than on a long shard.
     if name.endswith("NCCL"):
         return 1.10  # NCCL's kernels also occupy SMs.
-    return 1.045
+    # Kernels of 8,192 tokens are up to 4 % slower than those of long shards; with 64/8 heads the
+    # backward kernel has 555 TFLOP/s on one GPU where it has 596 with 32/32.
+    return 1.075 if case.startswith(("16K", "8K")) else 1.045
 
 
 def test_estimates_agree_with_measured_rings():
