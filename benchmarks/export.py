@@ -269,6 +269,7 @@ def expert_steps(devices: Devices) -> Iterator[Ahead]:
     sharded = ("sharded", "exchanged")
     for shape, tokens, kinds in (
         ("qwen3-30b-a3b-layers", 32768, ("replicated", *sharded)),
+        ("qwen3-30b-a3b-layers", 8192, sharded),
         ("qwen3-next-layers", 32768, sharded),
         ("qwen3-next-layers", 8192, sharded),
     ):
