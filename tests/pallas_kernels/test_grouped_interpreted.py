@@ -69,6 +69,7 @@ def test_as_exact_as_float64(family, names, k, n, dtype, config):
     [
         (4, 3, 5, 128, 64, 2, False, True),
         (4, 3, 17, 256, 128, 1, True, False),
+        (2, 1, 5, 704, 64, 1, False, False),  # Each slot by two CTAs.
         pytest.param(3, 3, 64, 192, 192, 1, True, True, marks=pytest.mark.slow),
     ],
 )

@@ -3,7 +3,9 @@
 A decoding step has one row per sequence, and its rows hit some of a mixture's experts. A tile of
 the grouped product's kernels has 64 rows or more of one group, so that they would launch few CTAs,
 each with many rows of padding. Here a CTA multiplies all rows by a part of one matrix, or by parts
-of several whose products are added (split-K), with a deep pipeline of cp.async copies.
+of several whose products are added (split-K), with a deep pipeline of cp.async copies. One CTA per
+SM does not reach the memory bandwidth: where a part is a whole matrix's, but there are few, each is
+split, too.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class FewRowsConfig:
       block_n: columns per CTA.
       depth: elements of the contracted axis per stage.
       stages: pipeline stages.
-      ctas_per_sm: of a sum over slots, whose splits are chosen by it.
+      ctas_per_sm: the splits are chosen by it.
     """
 
     block_n: int
@@ -72,7 +74,8 @@ class FewRowsStatic:
       config: tile sizes.
       steps: of one slot.
       columns: CTAs along the columns of one array of weights.
-      splits: CTAs along all slots' steps; None: each slot has its own result.
+      splits: CTAs along the steps of all slots, or of each.
+      summed: whether the splits are those of all slots.
       dtype: of rows and weights.
     """
 
@@ -80,7 +83,8 @@ class FewRowsStatic:
     config: FewRowsConfig
     steps: int
     columns: int
-    splits: int | None
+    splits: int
+    summed: bool
     dtype: Any
 
 
@@ -126,17 +130,16 @@ def few_rows_product(
     config = config or FewRowsConfig(64 if columns % 128 else 128)
     count, slot_steps = slots.matrices.shape[0] + bool(first), depth // config.depth
     tiles = len(weights) * (columns // config.block_n)
-    splits = None
-    if summed:
-        most = count * slot_steps // config.stages
-        splits = max(1, min(config.ctas_per_sm * num_sms() // tiles, most))
+    separate = 1 if summed else count
+    most = count * slot_steps // (separate * config.stages)
+    splits = max(1, min(config.ctas_per_sm * num_sms() // (separate * tiles), most))
     padded = -(-rows // MMA_ROWS) * MMA_ROWS
     static = FewRowsStatic(
-        padded, config, slot_steps, columns // config.block_n, splits, weights[0].dtype
+        padded, config, slot_steps, columns // config.block_n, splits, summed, weights[0].dtype
     )
-    parts = count if splits is None else splits
+    parts = separate * splits
     result: Any = jax.ShapeDtypeStruct((len(weights), parts, rows, columns), jnp.dtype(jnp.float32))
-    return launch(
+    out = launch(
         functools.partial(_kernel, static),
         "burst_few_rows",
         semantics=plgpu.LoweringSemantics.Lane,
@@ -151,6 +154,7 @@ def few_rows_product(
             ),
         },
     )
+    return out if summed else out.reshape(len(weights), count, splits, rows, columns).sum(2)
 
 
 def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> None:
@@ -158,11 +162,14 @@ def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> No
     part, tile = lax.axis_index("part"), lax.axis_index("column")
     array, column = (op(tile, i32(static.columns)) for op in (lax.div, lax.rem))
     used = inputs.slots.count[0] + int(bool(inputs.first))
-    if static.splits is None:
-        first, end = part * static.steps, (part + 1) * static.steps
+    if static.summed:
+        slot, split, steps = i32(0), part, used * static.steps
     else:
-        total = used * static.steps
-        first, end = (lax.div(at * total, i32(static.splits)) for at in (part, part + 1))
+        slot, split = (op(part, i32(static.splits)) for op in (lax.div, lax.rem))
+        steps = i32(static.steps)
+    first, end = (
+        slot * static.steps + lax.div(at * steps, i32(static.splits)) for at in (split, split + 1)
+    )
     column = column * static.config.block_n
 
     def run() -> None:
@@ -170,10 +177,10 @@ def _kernel(static: FewRowsStatic, inputs: _Inputs, out: Any, memory: Any) -> No
         target = out.at[array, part, :, pl.ds(column, static.config.block_n)]
         instructions.store_first_rows(target, acc, _fragments(static))
 
-    if static.splits is None:
-        pl.when(part < used)(run)
-    else:
+    if static.summed:
         run()
+    else:
+        pl.when(slot < used)(run)
 
 
 def _sum(
