@@ -156,6 +156,11 @@ class TokenPosition(NamedTuple):
     slot: Any
     longest: Any
 
+    def following(self, devices: int) -> TokenPosition:
+        """That of the next token, if the longest sequence grows, distributed over ``devices``."""
+        filled, device = divmod(self.device + 1, devices)
+        return TokenPosition(self.cache_position + 1, device, self.slot + filled, self.longest + 1)
+
 
 def write_token(array: jax.Array, token: jax.Array, slot: jax.Array, mine: jax.Array) -> jax.Array:
     """``array [B, C, ...]`` with ``token [B, ...]`` written to a slot, if the slot is ``mine``."""

@@ -137,6 +137,8 @@ class Generator:
             (x.slots for x in self._steps.capacities if not x.is_ring_buffer), None
         )
         self._samplers: dict[Sampling, Any] = {}
+        # The numbers that the last decoding step returned: their values, and the array.
+        self._following: tuple[np.ndarray, Any] = np.zeros(0, np.int32), None
         # Identifies the call of generate that owns the cache.
         self._owner: object = None
         self.seconds_to_first_token: float | None = None
@@ -313,9 +315,14 @@ class Generator:
             filled.next_position, device, used - 1, int(self._lengths.max()) + 1
         )
         numbers = np.array([*running, *position], np.int32)
-        self._cache, logits = self._steps.decode(
-            self._steps.model.leaves, self._donate(), tokens, numbers
+        expected, array = self._following
+        if not np.array_equal(numbers, expected):
+            array = self._steps.put(numbers)
+        self._cache, logits, array = self._steps.decode(
+            self._steps.model.leaves, self._donate(), tokens, array
         )
+        following = np.array([*running, *position.following(self._devices)], np.int32)
+        self._following = following, array
         holes = filled.holes or not running.all()
         self._filled = FillState(filled.next_position + 1, used, filled.generated + 1, holes)
         self._lengths += running

@@ -62,8 +62,10 @@ class ServedModel:
         (:mod:`burst_jax.serving.sharded_weights`); else only over the tensor axes.
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: the spec of each array.
-      leaves: the arrays of ``weights``, the argument of programs: to flatten modules' states in
-        every step takes the host longer than a small step takes the device.
+      leaves: the arrays of ``weights`` that have elements, the argument of programs: to flatten
+        modules' states in every step takes the host longer than a small step takes the device, and
+        so does each array.
+      leaf_specs: the spec of each of them.
       scale: the attention option of the decoder.
     """
 
@@ -106,7 +108,13 @@ class ServedModel:
         self.weights: dict[str, Any] = {}
         self.specs: dict[str, Any] = {}
         self._place(state, model.head is not None)
-        self.leaves, self._tree = jax.tree.flatten(self.weights)
+        leaves, self._tree = jax.tree.flatten(self.weights)
+        self.leaves = [x for x in leaves if x.size]
+        specs = jax.tree.leaves(self.specs, is_leaf=_is_spec)
+        self.leaf_specs = [spec for x, spec in zip(leaves, specs, strict=True) if x.size]
+        shards = [x.sharding.shard_shape(x.shape) for x in leaves]
+        empty = zip(leaves, shards, strict=True)
+        self._empty = [None if x.size else (shape, x.dtype) for x, shape in empty]
 
     def _place(self, state: nnx.State, has_head: bool) -> None:
         """Copies the decoder's weights with the shardings of serving."""
@@ -180,8 +188,10 @@ class ServedModel:
         return jax.eval_shape(partial(layer.initial_state, batch, self.config.dtype))
 
     def unflatten(self, leaves: list[Any]) -> dict[str, Any]:
-        """Arrays, or anything else, in the order of ``leaves``, as ``weights`` has them."""
-        return jax.tree.unflatten(self._tree, leaves)
+        """One device's shards of ``leaves``, as ``weights`` has them, inside a ``shard_map``."""
+        given = iter(leaves)
+        all_of_them = [next(given) if x is None else jnp.zeros(*x) for x in self._empty]
+        return jax.tree.unflatten(self._tree, all_of_them)
 
     def _fusion(self, mixer: Mixer) -> Any:
         """The module that fuses the input projections of a mixer's layers, or None.

@@ -151,9 +151,9 @@ class Steps:
         """
         batch, tokens = self.model.data_axes
         of_arrays = P(batch, tokens), P(batch, tokens), P(tokens), P()
-        in_specs = self.model.specs, self.specs, *of_arrays
+        in_specs = self.model.leaf_specs, self.specs, *of_arrays
         run = self._mapped(partial(self._prefill_here, reach), in_specs, (self.specs, P()))
-        return run(self.model.unflatten(weights), cache, *arrays)
+        return run(weights, cache, *arrays)
 
     def _prefill_here(
         self,
@@ -166,6 +166,7 @@ class Steps:
         position: PromptPosition,
     ) -> tuple[Cache, jax.Array]:
         """One device's shard of a prompt chunk."""
+        weights = self.model.unflatten(weights)
         last = lax.pmax(cache_positions.max(), self.axes) if self.axes else cache_positions.max()
         first = lax.pmin(cache_positions.min(), self.axes) if self.axes else cache_positions.min()
         added = _total(present.sum(1), self.axes)
@@ -222,22 +223,25 @@ class Steps:
         logits = self._gather_batch(self.model.logits(weights, last_hidden))
         return Cache(tuple(layers), tuple(slots), lengths), logits
 
-    def _decode(self, weights: Any, cache: Cache, *arrays: Any) -> tuple[Cache, jax.Array]:
+    def _decode(
+        self, weights: Any, cache: Cache, *arrays: Any
+    ) -> tuple[Cache, jax.Array, jax.Array]:
         """Writes one token per sequence to the cache.
 
         Args:
           weights: the model's ``leaves``.
           cache: donated.
           *arrays: int32 ``[B]``, the tokens; int32 ``[B + 4]``: for each sequence 1, or 0 if it has
-            ended, so that its token is not stored, and the :class:`TokenPosition`. One array,
-            because the host copies each to the device, in every step. Both replicated.
+            ended, so that its token is not stored, and the :class:`TokenPosition`. Both replicated.
 
         Returns:
-          ``(cache, logits)``, float32 ``[B, V]`` of the next token.
+          ``(cache, logits, numbers)``, float32 ``[B, V]`` of the next token, and the second array
+          of the next step, if no sequence ends: the host needs longer to copy it to the device than
+          to launch several kernels.
         """
-        in_specs = self.model.specs, self.specs, P(), P()
-        run = self._mapped(self._decode_here, in_specs, (self.specs, P()))
-        return run(self.model.unflatten(weights), cache, *arrays)
+        in_specs = self.model.leaf_specs, self.specs, P(), P()
+        run = self._mapped(self._decode_here, in_specs, (self.specs, P(), P()))
+        return run(weights, cache, *arrays)
 
     def _decode_here(
         self,
@@ -245,9 +249,11 @@ class Steps:
         cache: Cache,
         tokens: jax.Array,
         numbers: jax.Array,
-    ) -> tuple[Cache, jax.Array]:
+    ) -> tuple[Cache, jax.Array, jax.Array]:
         """One device's shard of a decoding step."""
+        weights = self.model.unflatten(weights)
         present, position = numbers[: self.batch], TokenPosition(*numbers[self.batch :])
+        following = jnp.concatenate([present, jnp.stack(position.following(self.devices))])
         batch = cache.lengths.shape[0]
         batch_axes = self.model.shardings.batch_axes
         first = lax.axis_index(batch_axes) * batch if batch_axes else 0
@@ -302,7 +308,7 @@ class Steps:
             {"attention": attend, "delta_net": recur}, gather=False,
         )  # fmt: skip
         logits = self._gather_batch(self.model.logits(weights, hidden[:, 0]))
-        return Cache(tuple(layers), tuple(slots), cache.lengths + present), logits
+        return Cache(tuple(layers), tuple(slots), cache.lengths + present), logits, following
 
     def _gather_batch(self, logits: jax.Array) -> jax.Array:
         """Logits of the whole batch, replicated: sampling does not depend on the mesh."""

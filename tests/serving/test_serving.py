@@ -161,6 +161,21 @@ def test_sequences_end_with_a_stop_token_and_can_be_extended():
     assert_continued(kept, [[5, 6, 7], [8]])  # Of different lengths, too.
 
 
+def test_a_step_copies_its_numbers_to_the_devices_only_if_a_sequence_has_ended(monkeypatch):
+    copied, put = [], server()._steps.put
+
+    def counted(array, *spec):
+        copied.append(array.shape)
+        return put(array, *spec)
+
+    monkeypatch.setattr(server()._steps, "put", counted)
+    whole = generated(PROMPTS, 8)
+    assert copied.count((2 + 4,)) == 1
+    copied.clear()
+    generated(PROMPTS, 8, stop_tokens=[int(whole[2, 0])])
+    assert copied.count((2 + 4,)) > 1
+
+
 def assert_continued(returned, more):
     """The cache's sequences are the prompts and what was returned."""
     rest = generated(more, 4, extend=True)
@@ -416,6 +431,7 @@ def test_collectives_of_a_step(split):
     assert len(sent[0]) == count
     shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(sent[0]))
     assert sum(np.prod([int(n) for n in shape.split(",")]) for shape in shapes) == size
+    assert all(x.size for x in server._steps.model.leaves)
     matrices = [x for x in jax.tree.leaves(server._steps.model.weights) if x.ndim > 1]
     parts = devices if split else 1
     assert all(x.addressable_shards[0].data.nbytes == x.nbytes // parts for x in matrices)
