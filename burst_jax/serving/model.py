@@ -273,8 +273,9 @@ class ServedModel:
         def table_of(rope: Rope) -> RopeTable:
             of_batch = length if isinstance(rope, DynamicRope) else None
             found = rope_table(positions, config.head_dim, rope, length=of_batch)
-            # XLA would compute a part of a decoding step's table in every kernel that reads it.
-            return found if gather else lax.optimization_barrier(found)
+            # XLA would compute a part of a decoding step's table in every kernel that reads it, and
+            # cosines and sines of one token by a kernel each.
+            return found if gather else RopeTable(*lax.optimization_barrier(jnp.stack(found)))
 
         ropes = dict.fromkeys(config.layer_ropes)
         tables = {rope: table_of(rope) for rope in ropes}
