@@ -59,6 +59,11 @@ def differences(results: list[jax.Array], first: list[jax.Array]) -> list[float]
     return [each if math.isfinite(each) else math.inf for each in found]
 
 
+def numbers(results: list[jax.Array]) -> str:
+    """Those results that are one number, such as a loss; not the logits of a decoding step."""
+    return " ".join(f"{float(x):.6g}" for x in results if x.ndim == 0)
+
+
 def add_command(commands: Any) -> None:
     """Adds ``exported`` to the command line."""
     parser = commands.add_parser("exported", help=__doc__)
@@ -146,8 +151,7 @@ def _timed(
             call = _Call(program, arguments(), row["carried"])
             results = jax.block_until_ready(call())
             want = results if want is None else want
-            if row["carried"]:
-                found = " ".join(f"{float(x):.6g}" for x in results)
+            if row["carried"] and (found := numbers(results)):
                 print(f"  {row['name']:36}results of the first call: {found}", flush=True)
             compared = 0 if row["carried"] else args.compare
             errors = [differences(call(), want) for _ in range(compared)]

@@ -193,3 +193,10 @@ def test_steps_of_a_group_fit_on_the_gpus_together(monkeypatch):
     assert len({*names}) == len(names) == 18
     # Next to what a step itself needs.
     assert max(states.values()) < 60, states
+
+
+def test_a_state_s_numbers_are_shown():
+    """Of a decoding step none: it returns logits."""
+    loss, norm, logits = jnp.float32(2.5), jnp.float32(0.1234567), jnp.zeros((2, 3))
+    assert exported.numbers([loss, norm]) == "2.5 0.123457"
+    assert exported.numbers([logits]) == ""
