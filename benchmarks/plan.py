@@ -22,8 +22,8 @@ from burst_jax.plan import GPUS, Estimate, Gpu, StepEstimate, attention, trainin
 # Results of ``python -m benchmarks ring --json`` on two and on four H200. The second file also has
 # rows of torch on the same GPUs: context_parallel, and all-to-alls around cuDNN.
 _FILES = ("measured_two_h200.json", "measured_four_h200.json")
-# With the kernels of 22 November, by which four H200 and some steps were measured. The planner has
-# the rates of what ships.
+# Rates of the kernels of 22 November, with which the rings of four H200 and some steps were
+# measured. The planner has those of what ships.
 _EARLIER = dataclasses.replace(GPUS["h200"], forward=605.0, backward=540.0, large_head=(1.0, 1.0))
 # The planner's strategy, layout and rotation for each strategy of the benchmark; None is "auto".
 _STRATEGIES = {

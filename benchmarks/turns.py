@@ -143,7 +143,7 @@ def in_turns(
 ) -> dict[Any, list[Turn]]:
     """Times calls in turns of random order.
 
-    A call that takes longer than a turn is one: the call that its duration is found by counts.
+    If one call takes ``seconds`` or longer, the call that shows it is its first turn.
 
     Args:
       calls: by a name, what starts the work, and what waits for its results.

@@ -61,8 +61,8 @@ class Gpu:
 # qwen3-next-dense there.
 _H200 = Gpu(
     "h200", 141, 665, 570, 0.69, 60e-6, 3900, 130, "fused",
-    "fitted to rings measured on two and four H200s (burst_jax/EXPERIMENTS.md)", peer_link=380,
-    exchange_link=255, matmul=650, peak=989, large_head=(0.95, 0.65),
+    "fitted to rings and steps on two H200s, links on four (burst_jax/EXPERIMENTS.md)",
+    peer_link=380, exchange_link=255, matmul=650, peak=989, large_head=(0.95, 0.65),
 )  # fmt: skip
 GPUS = {
     "h200": _H200,

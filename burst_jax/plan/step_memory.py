@@ -197,7 +197,7 @@ def _backward(
     if mixer == "delta_net" and not saved:
         states += _ahead(s, strategy, remat, kernels)
     if mixer == "attention" and remat == "full":
-        # The ring ran again before: its inputs, and theirs.
+        # The ring was computed again: q, k, v and the input of their projections are live.
         states += one + features * (s.query + s.kv)
     return {
         mixer: fetched + of_mixer + gathered + summed + gradients,

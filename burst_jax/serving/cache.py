@@ -157,7 +157,7 @@ class TokenPosition(NamedTuple):
     longest: Any
 
     def following(self, devices: int) -> TokenPosition:
-        """That of the next token, if the longest sequence grows, distributed over ``devices``."""
+        """The next token's, over this number of devices, if the longest sequence still grows."""
         filled, device = divmod(self.device + 1, devices)
         return TokenPosition(self.cache_position + 1, device, self.slot + filled, self.longest + 1)
 

@@ -63,8 +63,8 @@ class ServedModel:
       weights: the arrays: "embedding", "final_norm", "head" and, for each layer, "layers".
       specs: the spec of each array.
       leaves: the arrays of ``weights`` that have elements, the argument of programs: to flatten
-        modules' states in every step takes the host longer than a small step takes the device, and
-        so does each array.
+        modules' states in every step takes the host longer than a small step takes the device. Each
+        argument takes the host time, too, so arrays without elements are none.
       leaf_specs: the spec of each of them.
       scale: the attention option of the decoder.
     """

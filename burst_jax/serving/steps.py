@@ -236,8 +236,8 @@ class Steps:
 
         Returns:
           ``(cache, logits, numbers)``, float32 ``[B, V]`` of the next token, and the second array
-          of the next step, if no sequence ends: the host needs longer to copy it to the device than
-          to launch several kernels.
+          of the next step, if no sequence ends and the longest still runs: the host needs longer to
+          copy it to the device than to launch several kernels.
         """
         in_specs = self.model.leaf_specs, self.specs, P(), P()
         run = self._mapped(self._decode_here, in_specs, (self.specs, P(), P()))

@@ -195,7 +195,7 @@ def test_steps_of_a_group_fit_on_the_gpus_together(monkeypatch):
     assert max(states.values()) < 60, states
 
 
-def test_a_state_s_numbers_are_shown():
+def test_scalar_results_are_printed():
     """Of a decoding step none: it returns logits."""
     loss, norm, logits = jnp.float32(2.5), jnp.float32(0.1234567), jnp.zeros((2, 3))
     assert exported.numbers([loss, norm]) == "2.5 0.123457"

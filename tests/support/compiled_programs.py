@@ -12,7 +12,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numbered_once
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
@@ -24,8 +23,6 @@ from pallas_kernels import mosaic_sm80
 from pallas_kernels.device import listed_capability
 from pallas_kernels.mosaic.sm80.configs import BackwardConfig, ForwardConfig
 
-if jax.__version_info__ < (0, 12):
-    numbered_once.install()
 # What XLA schedules around kernels, and the memory, do not depend on them: most programs have the
 # smallest ones, which compile in half the time.
 SMALL = mosaic_sm80(ForwardConfig(64, 32), BackwardConfig(64, 64))

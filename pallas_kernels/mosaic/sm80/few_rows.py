@@ -4,8 +4,7 @@ A decoding step has one row per sequence, and its rows hit some of a mixture's e
 the grouped product's kernels has 64 rows or more of one group, so that they would launch few CTAs,
 each with many rows of padding. Here a CTA multiplies all rows by a part of one matrix, or by parts
 of several whose products are added (split-K), with a deep pipeline of cp.async copies. One CTA per
-SM does not reach the memory bandwidth: where a part is a whole matrix's, but there are few, each is
-split, too.
+SM does not reach the memory bandwidth, so few matrices are split along K, too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class FewRowsConfig:
       block_n: columns per CTA.
       depth: elements of the contracted axis per stage.
       stages: pipeline stages.
-      ctas_per_sm: the splits are chosen by it.
+      ctas_per_sm: CTAs per SM for which the number of splits is chosen.
     """
 
     block_n: int
