@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -19,12 +20,13 @@ from benchmarks.ring import CASES
 from burst_jax.models.remat import Remat
 from burst_jax.plan import GPUS, Estimate, Gpu, StepEstimate, attention, training
 
-# Results of ``python -m benchmarks ring --json`` on two and on four H200. The second file also has
-# rows of torch on the same GPUs: context_parallel, and all-to-alls around cuDNN.
-_FILES = ("measured_two_h200.json", "measured_four_h200.json")
 # Rates of the kernels of 22 November, with which the rings of four H200 and some steps were
 # measured. The planner has those of what ships.
 _EARLIER = dataclasses.replace(GPUS["h200"], forward=605.0, backward=540.0, large_head=(1.0, 1.0))
+# Results of ``python -m benchmarks ring --json`` on two and on four H200, and the rates of their
+# kernels. The second file also has rows of torch on the same GPUs: context_parallel, and
+# all-to-alls around cuDNN.
+_FILES = {"measured_two_h200.json": GPUS["h200"], "measured_four_h200.json": _EARLIER}
 # The planner's strategy, layout and rotation for each strategy of the benchmark; None is "auto".
 _STRATEGIES = {
     "zigzag": ("ring", "zigzag", None),
@@ -52,26 +54,24 @@ class ComparedRing(NamedTuple):
     both: float
 
 
-def load_rings() -> list[Results]:
-    """The measured rings, on two GPUs and on four."""
+def load_rings() -> list[tuple[Results, Gpu]]:
+    """The measured rings, on two GPUs and on four, and these GPUs with the kernels of that day."""
     folder = resources.files("benchmarks")
     runs = []
-    for name in _FILES:
+    for name, gpu in _FILES.items():
         with resources.as_file(folder / name) as path:
-            runs.append(Results.load(Path(path)))
+            runs.append((Results.load(Path(path)), gpu))
     return runs
 
 
-def compare_rings(results: Results) -> Iterator[ComparedRing]:
+def compare_rings(results: Results, gpu: Gpu) -> Iterator[ComparedRing]:
     """The measured rows that the planner has estimates for, with these."""
     cases = {case.name: case for case, _ in CASES}
     for row in results.rows:
         case = cases.get(row.case)
         if case is None or row.peer not in _STRATEGIES or not row.forward > 0:
             continue
-        estimate = _ring_estimate(
-            case, row.peer, results.devices, _EARLIER if results.devices == 4 else GPUS["h200"]
-        )
+        estimate = _ring_estimate(case, row.peer, results.devices, gpu)
         flops, both = (
             1e-12 * x / results.devices for x in (case.flops(), case.flops_with_gradients())
         )
@@ -99,7 +99,7 @@ def _ring_estimate(case: Case, name: str, devices: int, gpu: Gpu) -> Estimate:
     )
 
 
-def ring_table(results: Results) -> str:
+def ring_table(results: Results, gpu: Gpu) -> str:
     """Measured and estimated rates as a table."""
     lines = [
         f"{results.devices} x {results.device}, jax {results.jax}: TFLOP/s per GPU, measured and "
@@ -108,7 +108,7 @@ def ring_table(results: Results) -> str:
         f"{'case':34}{'strategy':22}{'forward':>20}{'forward + backward':>20}",
     ]
     lines.append("-" * len(lines[-1]))
-    for row, forward, both in compare_rings(results):
+    for row, forward, both in compare_rings(results, gpu):
         cells = [_rates(row.forward, forward), _rates(row.both, both)]
         lines.append(f"{row.case:34}{row.peer:22}{cells[0]:>20}{cells[1]:>20}")
     return "\n".join(lines)
@@ -206,4 +206,4 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints the tables."""
     del args
-    print("\n\n".join([*map(ring_table, load_rings()), step_table()]))
+    print("\n\n".join([*itertools.starmap(ring_table, load_rings()), step_table()]))

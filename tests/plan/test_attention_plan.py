@@ -102,7 +102,7 @@ def test_zigzag_halves_the_contiguous_ring(n, ratio):
 
 
 def test_large_heads_have_rates_of_their_own():
-    """From head dim 128 to 256 of keys or values, whichever is larger, they are interpolated."""
+    """Interpolated from 128 to 256, by the larger head dim of keys and values."""
     gpu = dataclasses.replace(IDEAL, large_head=(1.1, 0.6))
     base, between, large = (
         one(plan_of(gpu=gpu, head_dim=128, value_head_dim=dim)) for dim in (128, 192, 256)
@@ -418,7 +418,7 @@ def test_bad_input():
 # --- measured rings, and compiled programs -------------------------------------------------------
 
 
-def allowed_ratio(case, name, both):
+def allowed_ratio(case, name, both, devices):
     """The allowed ratio between a measured and an estimated rate."""
     if case.startswith("16K") and name == "contiguous" and both:
         # With rotate_query a device that is idle at the end of the forward pass starts its backward
@@ -428,22 +428,23 @@ def allowed_ratio(case, name, both):
         return 1.14  # Few tiles per query: the kernel is slower than on a long shard.
     if name.endswith("NCCL"):
         return 1.10  # NCCL's kernels also occupy SMs.
-    # Kernels of 8,192 tokens are up to 4 % slower than those of long shards; with 64/8 heads the
-    # backward kernel has 555 TFLOP/s on one GPU where it has 596 with 32/32.
-    return 1.075 if case.startswith(("16K", "8K")) else 1.045
+    # Newer kernels of 8,192 tokens are up to 4 % slower than those of long shards; with 64/8 heads
+    # the backward kernel has 555 TFLOP/s on one GPU where it has 596 with 32/32.
+    return 1.075 if devices == 2 and case.startswith(("16K", "8K")) else 1.045
 
 
 def test_estimates_agree_with_measured_rings():
     gaps = []
-    for results in load_rings():
-        compared = list(compare_rings(results))
+    for results, gpu in load_rings():
+        compared = list(compare_rings(results, gpu))
         known = {"zigzag", "zigzag, NCCL", "striped", "contiguous", "Ulysses"}
         assert known <= {row.peer for row, *_ in compared}
         assert {row.case for row, *_ in compared} == {row.case for row in results.rows}
         for row, forward, both in compared:
             for name, model, seen in (("f", forward, row.forward), ("fb", both, row.both)):
                 gap = abs(math.log(model / seen))
-                limit = math.log(allowed_ratio(row.case, row.peer, name == "fb"))
+                of = row.case, row.peer, name == "fb", results.devices
+                limit = math.log(allowed_ratio(*of))
                 assert gap < limit, (results.devices, row.case, row.peer, name, gap)
                 gaps.append(gap)
     assert len(gaps) > 50
@@ -454,7 +455,7 @@ def test_estimates_agree_with_measured_rings():
 
 def test_estimates_are_printed_next_to_measured_rates():
     """By ``python -m benchmarks plan``."""
-    rings = "\n".join(map(ring_table, load_rings()))
+    rings = "\n".join(itertools.starmap(ring_table, load_rings()))
     assert "2 x NVIDIA H200" in rings
     assert "4 x NVIDIA H200" in rings
     assert re.search(r"64K, 32/8 heads +zigzag +\d{3} \d{3} \([01]\.\d\d\)", rings)

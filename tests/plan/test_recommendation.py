@@ -120,7 +120,7 @@ def test_the_final_evaluation_is_counted():
                 assert needed < each.memory.total, each.strategy
         # A third of a step's operations, at rates that matmuls and kernels reach on such GPUs.
         operations = EVAL_BATCHES * 2**exponent * plan.config.train_flops_per_token(2**exponent) / 3
-        assert 500e12 < operations / found.device_seconds < 700e12
+        assert 500e12 < operations / found.device_seconds < 665e12
         assert found.device_seconds == pytest.approx(8 * found.mesh_seconds, rel=0.05)
         # 8.03 billion weights in float32; residual stream, norm, gate and up in bfloat16.
         held = 8.03e9 * 4 * (1 + 1 / 8) + 2**exponent * 2 * (2 * 4096 + 2 * 14336)
