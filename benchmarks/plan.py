@@ -127,7 +127,8 @@ class Step(NamedTuple):
       devices: number of GPUs.
       shape: the benchmark's name of the model.
       layers: number of its layers.
-      weights: "replicated" or "sharded".
+      weights: "replicated", "sharded", or "exchanged": sharded, with experts that stay where they
+        are.
       strategy: the benchmark's name of the strategy.
       length: sequence length.
       seconds: the median.
@@ -135,6 +136,7 @@ class Step(NamedTuple):
       remat_layers: in how many layers; None is all. The planner may have another number.
       moment_dtype: of AdamW's moments.
       earlier: whether its kernels were earlier, slower ones.
+      untuned: whether XLA chose its dense products without timing any, which are slower.
     """
 
     devices: int
@@ -148,6 +150,7 @@ class Step(NamedTuple):
     remat_layers: int | None = None
     moment_dtype: str = "float32"
     earlier: bool = False
+    untuned: bool = False
 
 
 def load_steps() -> list[Step]:
@@ -166,8 +169,10 @@ def step_estimate(step: Step) -> StepEstimate:
         config, length=step.length, gpu=_EARLIER if step.earlier else GPUS["h200"],
         gpus_per_host=step.devices, moments="device", moment_dtype=step.moment_dtype,
     )  # fmt: skip
+    exchanged = step.weights == "exchanged"
     wanted = {
-        "weights": step.weights, "ring": ring, "tensor": tensor, "remat": step.remat,
+        "weights": "sharded" if exchanged else step.weights,
+        "ring": ring, "tensor": tensor, "remat": step.remat,
         "layout": "contiguous" if parallel else step.strategy,
     }  # fmt: skip
     (estimate,) = (
@@ -175,6 +180,7 @@ def step_estimate(step: Step) -> StepEstimate:
         for each in found.estimates
         if all(getattr(each.strategy, name) == value for name, value in wanted.items())
         and (each.strategy.remat_layers is None) == (step.remat_layers is None)
+        and bool(each.strategy.expert) == exchanged
     )
     return estimate
 

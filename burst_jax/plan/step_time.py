@@ -32,6 +32,10 @@ _LOGIT_BYTES = 16
 # Bytes per weight that a device stores: AdamW reads gradient, weight and moments and writes weight
 # and moments; before that the gradient is scaled and its norm computed.
 _UPDATE_BYTES = 24
+# Time of an experts' product over that of a dense one with as many operations; and bytes per weight
+# of all experts of a device that it reads and writes besides (casts, products of few tokens,
+# gradients). Fitted to steps of 128 and 512 experts.
+_GROUPED, _EXPERT_BYTES = 1.25, {"forward": 8, "backward": 20}
 # Fraction of a layer's work, forward or backward, that its weights' communication overlaps with.
 _OVERLAP = 0.5
 
@@ -143,7 +147,7 @@ def step_seconds(
     backward = sum(each.backward_seconds for each in attentions)
     again = {"full": forward, "half": first_half}.get(strategy.remat, 0.0)
 
-    matmuls = 2 * s.tokens * s.all_products / rate
+    matmuls = 2 * s.tokens * _weights(s) / rate
     weights_again = sum(count * _recomputed_weights(s, *each) for each, count in remats.items())
     matmuls_again = 2 * s.tokens * weights_again / rate
     head = 3 * 2 * s.tokens * s.width * s.vocab / rate
@@ -179,7 +183,7 @@ def evaluation_seconds(
     s, gpu = sizes, cluster.gpu
     rate = 1e12 * (gpu.forward if gpu.matmul is None else gpu.matmul)
     bandwidth = 1e9 * gpu.bandwidth
-    products = 2 * s.tokens * (s.all_products + s.width * s.vocab) / rate
+    products = 2 * s.tokens * (_weights(s) + s.width * s.vocab) / rate
     # Logits are written and read once.
     logits = s.tokens * s.vocab * _LOGIT_BYTES / 2 / bandwidth
     attention = sum(each.forward_seconds for each in attentions)
@@ -188,14 +192,28 @@ def evaluation_seconds(
 
 def _passes(s: DeviceSizes, bandwidth: float) -> dict[str, float]:
     """Seconds of the memory-bound operations of all layers, by direction."""
-    features = s.layers * s.tokens * s.width * s.itemsize / 2 / bandwidth
+    features = s.layers * s.tokens * s.width * s.itemsize / 2
     # Each direction sorts a token's copies and sorts them back: a read and a write of each. With an
     # exchange the sender does the same with what it sends.
     sorts = 8 * (s.assigned + s.sent)
-    return {name: features * (count + sorts) for name, count in _PASSES.items()}
+    experts = (s.layers - s.dense) * s.mlp.whole if s.copies else 0
+    return {
+        name: (features * (count + sorts) + experts * _EXPERT_BYTES[name]) / bandwidth
+        for name, count in _PASSES.items()
+    }
 
 
-def _recomputed_weights(s: DeviceSizes, remat: Remat, mixer: Mixer) -> int:
+def _weights(s: DeviceSizes) -> float:
+    """Weights of all layers that are multiplied with a token, each by the time that it takes."""
+    return s.all_products + (s.layers - s.dense) * _slower(s)
+
+
+def _slower(s: DeviceSizes) -> float:
+    """What a layer's experts add to the weights of its products."""
+    return (_GROUPED - 1) * 3 * s.width * s.copies * s.expert_hidden
+
+
+def _recomputed_weights(s: DeviceSizes, remat: Remat, mixer: Mixer) -> float:
     """Weights of a layer whose matmuls the backward pass recomputes.
 
     The product with Wdown is not needed again.
@@ -204,7 +222,7 @@ def _recomputed_weights(s: DeviceSizes, remat: Remat, mixer: Mixer) -> int:
         return 0
     if remat == "selective":
         return s.inputs[mixer]
-    return s.products(mixer) - s.width * s.hidden
+    return s.products(mixer) - s.width * s.hidden + 2 / 3 * _slower(s)
 
 
 def _exposed_weights(
