@@ -154,6 +154,18 @@ def assembled(monkeypatch, capfd):
 
 
 @pytest.fixture
+def program(request):
+    """Makes a program of a function: compiled, or, in slow tests, evaluated by NumPy.
+
+    Slow cases are further ones of what quick tests compile.
+    """
+    import device_threads  # After pytest_configure.
+
+    is_slow = request.node.get_closest_marker("slow") is not None
+    return device_threads.evaluated if is_slow else device_threads.compiled
+
+
+@pytest.fixture
 def kills(request):
     """The option ``--kills``."""
     return request.config.getoption("--kills")

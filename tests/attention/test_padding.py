@@ -45,7 +45,7 @@ def poisoned(x, segment_ids, rng):
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
-def test_values_in_padding_change_no_bit(name):
+def test_values_in_padding_change_no_bit(name, request):
     """Packed sequences with padding before, between and after documents; GQA.
 
     In one call, whose second half of the batch is the first with other padding. There is a document
@@ -61,7 +61,8 @@ def test_values_in_padding_change_no_bit(name):
     bad[1] = np.where(lonely[..., None], np.float32(np.nan), bad[1])
     cotangents: Any = tuple(np.concatenate(x) for x in zip((do, dlse), bad, strict=True))
     arrays = {name: np.concatenate([x, dirty[name]]) for name, x in arrays.items()}
-    got = valid.compiled(program, arrays)(arrays, cotangents)
+    jit = request.getfixturevalue("program")
+    got = valid.compiled(program, arrays, jit=jit)(arrays, cotangents)
     for result, x in zip(RESULTS, got, strict=True):
         np.testing.assert_array_equal(x[2:], x[:2], err_msg=result)
         nothing = kv_ids == 0 if result in ("dk", "dv") else (ids == 0) | lonely

@@ -48,13 +48,13 @@ def case_of(kind, length=LENGTH):
 
 
 @functools.cache
-def errors_of(kind, n, layout, gathered=runs.GATHERED):
+def errors_of(kind, n, layout, program, gathered=runs.GATHERED):
     """Relative errors by result."""
     case = case_of(kind)
     call = calls.on_mesh(n, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "GATHERED", gathered)
-        got = calls.results(call, case, n, layout)
+        got = calls.results(call, case, n, layout, program=program)
     want = truth_of(kind)
     return {name: linear_cases.error(got[name], want[name]) for name in got}
 
@@ -64,10 +64,10 @@ def truth_of(kind, length=LENGTH):
     return linear_cases.truth(case_of(kind, length))
 
 
-def assert_as_exact_as_alone(kind, n, layout, **options):
+def assert_as_exact_as_alone(kind, n, layout, program, **options):
     """Within float32's rounding, and no worse than one device."""
-    alone = errors_of(kind, 1, "contiguous")
-    for name, error in errors_of(kind, n, layout, **options).items():
+    alone = errors_of(kind, 1, "contiguous", program)
+    for name, error in errors_of(kind, n, layout, program, **options).items():
         assert error < 1.5 * alone[name] + 2e-7, name
         assert alone[name] < 3e-6, name
 
@@ -76,8 +76,8 @@ def assert_as_exact_as_alone(kind, n, layout, **options):
     ("n", "layout"),
     [pytest.param(n, layout, marks=() if (n, layout) in QUICK else SLOW) for n, layout in GATHERED],
 )
-def test_documents_and_edges(n, layout):
-    assert_as_exact_as_alone("documents", n, layout)
+def test_documents_and_edges(n, layout, program):
+    assert_as_exact_as_alone("documents", n, layout, program)
 
 
 @pytest.mark.slow
@@ -89,19 +89,19 @@ def test_documents_and_edges(n, layout):
         ("decay per channel", 5, "contiguous"),
     ],
 )
-def test_error_does_not_grow_with_devices(kind, n, layout):
-    assert_as_exact_as_alone(kind, n, layout)
+def test_error_does_not_grow_with_devices(kind, n, layout, program):
+    assert_as_exact_as_alone(kind, n, layout, program)
 
 
 @SLOW
 @pytest.mark.parametrize(("n", "layout"), IN_STEPS)
-def test_log_steps(n, layout):
+def test_log_steps(n, layout, program):
     """What more than 8 devices do; of the quick tests the one of two axes takes such steps."""
-    assert_as_exact_as_alone("documents", n, layout, gathered=0)
+    assert_as_exact_as_alone("documents", n, layout, program, gathered=0)
 
 
-def test_a_decay_per_channel():
-    assert_as_exact_as_alone("decay per channel", 3, "zigzag")
+def test_a_decay_per_channel(program):
+    assert_as_exact_as_alone("decay per channel", 3, "zigzag", program)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,14 @@ def test_a_decay_per_channel():
         pytest.param(3, "zigzag", 4, marks=SLOW),
     ],
 )  # fmt: skip
-def test_runs_in_parts(monkeypatch, n, layout, parts):
+def test_runs_in_parts(monkeypatch, n, layout, parts, program):
     """As kernels of few heads scan them; documents and the initial state lead through the parts."""
     asked = []
     in_parts = dataclasses.replace(XLA, parts=lambda _, has_maps: asked.append(has_maps) or parts)
     monkeypatch.setattr(choice, "XLA", in_parts)
     case, want = case_of("documents", 240), truth_of("documents", 240)
-    for name, result in calls.results(calls.on_mesh(n, layout), case, n, layout).items():
+    got = calls.results(calls.on_mesh(n, layout), case, n, layout, program=program)
+    for name, result in got.items():
         assert linear_cases.error(result, want[name]) < 3e-5, name
     # No program of another test was taken.
     assert asked
@@ -154,9 +155,9 @@ SEEDS = (0, 1, 3, 4, 5, 7, 8, 11, 12)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 1 else SLOW) for seed in SEEDS]
 )
-def test_drawn_calls(seed):
+def test_drawn_calls(seed, program):
     case, n, layout = drawn(seed)
-    got = calls.results(calls.on_mesh(n, layout), case, n, layout)
+    got = calls.results(calls.on_mesh(n, layout), case, n, layout, program=program)
     for name, want in linear_cases.truth(case).items():
         # A short sequence may have one valid token: a norm of nothing has no relative error.
         size = max(np.linalg.norm(want), 1e-3)
@@ -205,10 +206,10 @@ def test_a_document_that_ends_with_its_shard_leaves_no_state():
     [(jnp.bfloat16, 2e-2), pytest.param(jnp.float16, 3e-3, marks=SLOW)],
     ids=["bfloat16", "float16"],
 )
-def test_half_precision(dtype, limit):
+def test_half_precision(dtype, limit, program):
     """As exact as one device in the same dtype."""
     case = case_of("documents", 240)
-    got = calls.results(calls.on_mesh(2, "zigzag"), case, 2, "zigzag", dtype)
+    got = calls.results(calls.on_mesh(2, "zigzag"), case, 2, "zigzag", dtype, program)
     want = truth_of("documents", 240)
     assert got["o"].dtype == got["dq"].dtype == dtype
     assert got["last"].dtype == got["dbeta"].dtype == jnp.float32
@@ -253,10 +254,10 @@ def test_batch_and_tensor_axes(kind, channels):
         ("contiguous", 0, ("b", "a")),
     ],
 )
-def test_two_axes_in_any_order(layout, gathered, axes, monkeypatch):
+def test_two_axes_in_any_order(layout, gathered, axes, monkeypatch, program):
     """A sequence over two mesh axes: the first one named is the outer one."""
     monkeypatch.setattr(runs, "GATHERED", gathered)
     case, want = case_of("documents", 240), truth_of("documents", 240)
     call = calls.on_mesh(6, layout, mesh=mesh_of(a=2, b=3), seq_axis=axes)
-    for name, result in calls.results(call, case, 6, layout).items():
+    for name, result in calls.results(call, case, 6, layout, program=program).items():
         assert linear_cases.error(result, want[name]) < 3e-5, name

@@ -74,10 +74,10 @@ AXES = {"seq_axis": ("outer", "inner"), "ulysses_axis": "heads"}
         pytest.param(SIZES, AXES, "striped", AxisType.Auto, "attention", id="two_levels_ulysses"),
     ],
 )
-def test_rings_equal_the_formula(sizes, axes, layout, kind, remat):
+def test_rings_equal_the_formula(sizes, axes, layout, kind, remat, program):
     config = dataclasses.replace(CONFIG, remat=remat)
     model = on_mesh(mesh_of(kind, **sizes), layout, config, **axes)
-    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
+    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT, program)
     assert_close(got, formula(), 1e-5)
 
 

@@ -140,7 +140,7 @@ def test_weights_of_kimi_delta_attention():
     ],
     ids=["gated", "kimi"],
 )
-def test_adapters_equal_the_formula(config, adapted, of_full):
+def test_adapters_equal_the_formula(config, adapted, of_full, program):
     config = dataclasses.replace(config, lora=Lora(2, targets=tuple(adapted)))
     model, drawn = model_on(config, fsdp=2, seq=2, tensor=2), np.random.default_rng(2)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
@@ -151,7 +151,7 @@ def test_adapters_equal_the_formula(config, adapted, of_full):
             module = getattr(module, str(name))
         getattr(module, str(path[-1]))[...] = jax.device_put(noise, leaf.get_value().sharding)
     cotangent = COTANGENT * (SEGMENTS > 0)[..., None]
-    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, cotangent)
+    got = decoders.on_its_mesh(model, TOKENS, SEGMENTS, cotangent, program)
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, cotangent)
     # One device has up to 3.7e-5 in float32, in all adapters alike.
     assert_close(got[1], want[1], 4e-5)

@@ -121,11 +121,12 @@ def plain_losses(steps):
     ],
 )
 def test_training_is_that_of_each_expert_on_all_tokens(
-    monkeypatch, sizes, kind, fields, expert, steps
+    monkeypatch, sizes, kind, fields, expert, steps, program
 ):
     monkeypatch.setattr(exchange, "_FEW", 0)
     config = dataclasses.replace(MIXTURE, **fields)
-    got = losses(sizes, kind, steps=steps, config=config, optimizer=SGD, expert=expert)
+    given: Any = {"config": config, "optimizer": SGD, "expert": expert, "program": program}
+    got = losses(sizes, kind, steps=steps, **given)
     want = plain_losses(steps)
     np.testing.assert_allclose(got[0], want[0], rtol=2e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=2e-4)

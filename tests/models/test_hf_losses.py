@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 from hf_models import RATE, STEPS, TRAINED, TRAINED_SPLIT
-from implementations import QUICK
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
@@ -19,7 +18,7 @@ from burst_jax.models import abstract_decoder, load
 from burst_jax.training import init_train_state, make_batch, make_train_step, place_batch
 
 
-def losses(folder, name, sizes, layout, **changes):
+def losses(folder, name, sizes, layout, program, **changes):
     """Of the steps in the model's file, by plain gradient descent."""
     mesh, row = mesh_of(**sizes), hf_models.row(name)
     rules = ShardingRules.of(mesh)
@@ -30,7 +29,7 @@ def losses(folder, name, sizes, layout, **changes):
     _, params, state = init_train_state(
         config, optimizer, mesh, 0, rules=rules, params=nnx.state(model)
     )
-    step = make_train_step(graphdef, optimizer, chunk_size=32, compiler_options=QUICK)
+    step = program(make_train_step(graphdef, optimizer, chunk_size=32))
     segments = np.ones((2, TRAINED), np.int32)
     segments[1, TRAINED_SPLIT:] = 2
     for number in range(STEPS):
@@ -55,9 +54,11 @@ def losses(folder, name, sizes, layout, **changes):
         ("kimi_linear", {"expert": 2, "seq": 2}, "balanced:50", {}),
     ],
 )
-def test_losses_of_fine_tuning_are_those_of_transformers(tmp_path, name, sizes, layout, changes):
+def test_losses_of_fine_tuning_are_those_of_transformers(
+    tmp_path, name, sizes, layout, changes, program
+):
     folder = hf_models.write_folder(name, tmp_path)
-    found = losses(folder, name, sizes, layout, **changes)
+    found = losses(folder, name, sizes, layout, program, **changes)
     want = hf_models.golden(name)["losses"]
     # float32 on both sides, whose roundings steps as large as these amplify.
     np.testing.assert_allclose(found, want, rtol=5e-5)

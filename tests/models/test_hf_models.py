@@ -49,7 +49,7 @@ def packed(name, num_shards, batch):
     return tokens, segments
 
 
-def error(name, model, layout):
+def error(name, model, layout, program=quick_jit):
     """The largest error of logits, relative to the largest one, by transformers' logits."""
     mesh = dict(model.options)["mesh"]
     n = mesh.shape["seq"]
@@ -62,7 +62,7 @@ def error(name, model, layout):
     placed = place_batch(made, mesh, batch_axis=model.rules.batch_axes, seq_axis="seq")
     graphdef, state = nnx.split(model)
 
-    @quick_jit
+    @program
     def run(state, batch):
         model = nnx.merge(graphdef, state)
         given = (batch.get(key) for key in ("inputs", "positions", "segment_ids"))
@@ -124,10 +124,10 @@ def load_on(folder, sizes, layout, kind=AUTO, **options):
     ],
 )
 def test_logits_and_the_saved_checkpoint_are_those_of_transformers(
-    tmp_path, name, sizes, layout, kind
+    tmp_path, name, sizes, layout, kind, program
 ):
     model = load_on(hf_models.write_folder(name, tmp_path / "model"), sizes, layout, kind)
-    assert error(name, model, layout) < LIMIT
+    assert error(name, model, layout, program) < LIMIT
     if name == "gemma3_images":  # Only a part of it is saved: tests/models/test_hf_files.py.
         return
     save(model, tmp_path / "saved", max_file_bytes=30000)

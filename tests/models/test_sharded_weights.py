@@ -15,7 +15,7 @@ import optax
 import plain_model
 import pytest
 from flax import nnx
-from implementations import QUICK, quick_jit
+from implementations import quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import assert_close, make_mesh, mesh_of, relative_rms
@@ -81,9 +81,10 @@ def test_a_pipeline_takes_the_steps_of_the_formula():
 
 
 @SLOW
-def test_three_devices_take_the_same_steps_as_one():
-    got = losses((2, None, None, 3, None), AUTO, steps=3, **OTHER_OPTIMIZER)
-    assert_same(got, losses(ONE, steps=3, **OTHER_OPTIMIZER))
+def test_three_devices_take_the_same_steps_as_one(program):
+    options = {**OTHER_OPTIMIZER, "program": program}
+    got = losses((2, None, None, 3, None), AUTO, steps=3, **options)
+    assert_same(got, losses(ONE, steps=3, **options))
 
 
 @SLOW
@@ -162,7 +163,7 @@ def test_logits_of_sharded_weights():
 SKEWED = np.where(np.random.default_rng(0).random((4, 513)) < 0.9, 3, 5)
 
 
-def step_gradients(config, weight=1.0, **options):
+def step_gradients(config, program, weight=1.0, **options):
     """Loss and gradients of a step on four devices, by SGD, with a weight per target."""
     mesh = sized((1, 2, 1, 2, 1))
     options |= {"mesh": mesh, "rules": ShardingRules.of(mesh), "layout": "zigzag"}
@@ -170,7 +171,7 @@ def step_gradients(config, weight=1.0, **options):
     batch = make_batch(SKEWED, layout="zigzag", num_shards=2)
     batch["weights"] = batch["weights"] * np.float32(weight)
     batch = place_batch(batch, mesh, batch_axis=("data", "fsdp"))
-    step = make_train_step(graphdef, optax.sgd(1.0), chunk_size=8, compiler_options=QUICK)
+    step = program(make_train_step(graphdef, optax.sgd(1.0), chunk_size=8))
     before = jax.device_get(params)
     after, _, metrics = step(params, optax.sgd(1.0).init(params), batch)
     return float(metrics["loss"]), jax.tree.map(np.subtract, before, jax.device_get(after))
@@ -195,19 +196,19 @@ def formula_gradients():
 
 
 @pytest.mark.slow
-def test_gradients_of_gathered_weights_are_summed_in_float32():
+def test_gradients_of_gathered_weights_are_summed_in_float32(program):
     """The embedding's over tokens, the head's over chunks, although sent in bfloat16."""
-    _, got = step_gradients(dataclasses.replace(SMALL, dtype=jnp.bfloat16))
+    _, got = step_gradients(dataclasses.replace(SMALL, dtype=jnp.bfloat16), program)
     _, want = formula_gradients()
     assert relative_rms(got["embedding"].get_value(), want["embedding"]) < 0.02
     assert relative_rms(got["head"]["kernel"].get_value(), want["head"]["kernel"]) < 0.02
 
 
 @SLOW
-def test_implementations_without_vma_checks_have_the_same_gradients():
+def test_implementations_without_vma_checks_have_the_same_gradients(program):
     """In ``shard_map(check_vma=False)``, whose border sums gradients; target weights are small."""
     unchecked = dataclasses.replace(REFERENCE, checks_vma=False)
-    loss, gradients = step_gradients(SMALL, 1e-4, implementation=unchecked)
+    loss, gradients = step_gradients(SMALL, program, 1e-4, implementation=unchecked)
     want, want_gradients = formula_gradients()
     assert loss == pytest.approx(want, rel=1e-5)
     assert_close(nnx.to_pure_dict(gradients), want_gradients, 1e-4)

@@ -90,10 +90,10 @@ def drawn(seed):
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed == 0 else SLOW) for seed in range(len(DIMS))]
 )
-def test_drawn_calls(seed):
+def test_drawn_calls(seed, program):
     """Outputs, states and all gradients, of one device and several."""
     case, n, layout = drawn(seed)
-    got = calls.results(calls.on_mesh(n, layout), case, n, layout)
+    got = calls.results(calls.on_mesh(n, layout), case, n, layout, program=program)
     for name, want in linear_cases.truth(case).items():
         assert got[name].shape == want.shape, name
         assert linear_cases.error(got[name], want) < TOLERANCE, name

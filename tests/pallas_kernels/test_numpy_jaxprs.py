@@ -19,6 +19,7 @@ def program(x, half, i, j):
     doubled = lax.while_loop(lambda state: state < 100, lambda state: 2 * state, i[1])
     picked = [lax.switch(at, [lambda: 1, lambda: 2, lambda: 3]) for at in (i[0], i[1], i[3])]
     called = jax.pure_callback(np.sort, jax.ShapeDtypeStruct(i.shape, i.dtype), i)
+    square = x[:3] + 4 * jnp.eye(3)
     return {
         "scan": (last, rows), "while": doubled, "switch": picked, "callback": called,
         "quotients": (lax.div(i, j), lax.rem(i, j), i * j * 2**20),
@@ -36,6 +37,20 @@ def program(x, half, i, j):
         "sorts": lax.sort([i % 3, j, i], num_keys=1), "split": jnp.split(x, [1, 3]),
         "pads": (lax.pad(x, jnp.float32(7), [(1, -1, 0), (-1, 1, 2)]), jnp.pad(x, 1)),
         "sums": (jnp.cumsum(x, 0), lax.cumsum(x, axis=1, reverse=True)),
+        "largest": (lax.cummax(x, 0), lax.cummax(x, axis=1, reverse=True)),
+        "arithmetic shifts": lax.shift_right_arithmetic(i * 100, j + 30),
+        "rows": (x[i], x.at[i].get(mode="fill"), x.at[j].get(mode="clip"), x[:, i % 3][i % 4]),
+        "columns": jnp.take_along_axis(x, i[:, None] % 3, 1),
+        "added": (x.at[i % 4].add(x), x.at[j, 1].add(2.0), x.at[i].add(x, mode="clip")),
+        "set": (x.at[i].set(7.0, mode="drop"), x.at[1:3, j % 3].set(1.0)),
+        "examples": jax.vmap(lambda x, i: x.at[i % 3].add(x[(i + 1) % 3]))(x, i),
+        "solved": [
+            lax.linalg.triangular_solve(
+                square, x[:3], left_side=True, lower=lower, transpose_a=turned, unit_diagonal=unit
+            )
+            for lower, turned, unit in ((True, False, True), (False, True, False))
+        ],
+        "solved from the right": lax.linalg.triangular_solve(square, x, lower=True),
         "functions": [f(x) for f in (jnp.sin, jnp.cos, jnp.log1p, jnp.expm1, jax.nn.sigmoid)],
         "complex": jnp.exp(lax.complex(x, 2 * x)).imag + lax.rsqrt(1 + x * x),
         "products": (jnp.einsum("bij,bkj->bik", x.reshape(2, 2, 3), x.reshape(2, 2, 3)), x.T @ x),

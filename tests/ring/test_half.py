@@ -73,8 +73,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, case_id, QUICK))
-def test_it_is_as_exact_as_one_device(case):
-    assert_exact(case, attention=half_attention)
+def test_it_is_as_exact_as_one_device(case, program):
+    assert_exact(case, attention=half_attention, jit=program)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (4,), (2, 3)], ids=str)

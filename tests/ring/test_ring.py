@@ -48,8 +48,8 @@ COPIED = a_case("h4", "contiguous", "causal")
 
 
 @pytest.mark.parametrize("case", in_tiers([*CASES, COPIED], case_id, [*few_of(CASES), COPIED]))
-def test_ring_is_as_exact_as_one_device(case):
-    assert_exact(case)
+def test_ring_is_as_exact_as_one_device(case, program):
+    assert_exact(case, jit=program)
 
 
 def test_zero_gradients_fail():

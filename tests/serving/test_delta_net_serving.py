@@ -90,13 +90,13 @@ def by_formulas(model, sequences):
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, case_id, CASES[:1]))
-def test_each_step_equals_whole_sequences(case):
+def test_each_step_equals_whole_sequences(case, program):
     one, model = models(case["config"], case["sizes"], case["layout"])
     batch, new, extend = len(case["lengths"]), case["new"], case["extend"]
     max_length = max(case["lengths"]) + 2 * new + (max(extend) + 32 if extend else 0)
     server = Watched(
         model, max_length=max_length, batch=batch, prefill_chunk=case["chunk"],
-        split_weights=case["split"],
+        split_weights=case["split"], program=program,
     )  # fmt: skip
     prompts = prompts_of(case["lengths"])
     sequences: list[list[int]] = [list(prompt) for prompt in prompts]

@@ -64,7 +64,7 @@ def case_id(case):
     return f"{'x'.join(mesh)}-{case['layout']}-{'_'.join(map(str, lengths))}"
 
 
-def whole_attention(model, sequences):
+def whole_attention(model, sequences, program):
     """Logits after each token, by the decoder's attention on one device."""
     length = max(map(len, sequences))
     tokens = np.zeros((len(sequences), length), np.int32)
@@ -73,7 +73,7 @@ def whole_attention(model, sequences):
         tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
     graphdef, params = nnx.split(model)
 
-    @quick_jit
+    @program
     def logits(params):
         model = nnx.merge(graphdef, params)
         return model.unembed(model(tokens, np.arange(length, dtype=np.int32), segments))
@@ -82,14 +82,14 @@ def whole_attention(model, sequences):
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, case_id, [CASES[0], CASES[4]]))
-def test_each_step_equals_whole_attention(case):
+def test_each_step_equals_whole_attention(case, program):
     config = dataclasses.replace(CONFIG, **case["config"])
     one, model = models(config, case["sizes"], case["layout"], case["expert"])
     batch, new, extend = len(case["lengths"]), case["new"], case["extend"]
     max_length = max(case["lengths"]) + 2 * new + (extend + 32 if extend else 0)
     server = Watched(
         model, max_length=max_length, batch=batch, prefill_chunk=case["chunk"],
-        split_weights=case["split"],
+        split_weights=case["split"], program=program,
     )  # fmt: skip
     prompts = prompts_of(case["lengths"])
     sequences, ends = [list(prompt) for prompt in prompts], []
@@ -109,7 +109,7 @@ def test_each_step_equals_whole_attention(case):
         for sequence, prompt in zip(sequences, more, strict=True):
             sequence.extend(prompt)
         generate(more, extend=True)
-    expected = whole_attention(one, sequences)
+    expected = whole_attention(one, sequences, program)
     for ends_of_step, logits in zip(ends, server.logits, strict=True):
         for row, (end, got) in enumerate(zip(ends_of_step, logits, strict=True)):
             want = expected[row, end - 1]

@@ -38,10 +38,10 @@ def with_drawn_weights(config, **options):
     return nnx.merge(graphdef, drawn(shapes))
 
 
-def on_its_mesh(model, tokens, segments, cotangent, **masks):
+def on_its_mesh(model, tokens, segments, cotangent, program=quick_jit, **masks):
     """Hidden states in natural order, and the gradients of the weights that are trained.
 
-    ``masks``: further arguments of the decoder's call.
+    ``program`` compiles or evaluates it. ``masks``: further arguments of the decoder's call.
     """
     options = dict(model.options)
     mesh, layout = options["mesh"], options["layout"]
@@ -58,7 +58,7 @@ def on_its_mesh(model, tokens, segments, cotangent, **masks):
     trained = nnx.Param if model.config.lora is None else nnx.LoRAParam
     graphdef, weights, others = nnx.split(model, trained, ...)
 
-    @quick_jit
+    @program
     def run(weights, others, cotangent):
         def hidden(weights):
             return nnx.merge(graphdef, weights, others)(tokens, positions, segments, **masks)

@@ -43,10 +43,10 @@ def _call(q, k, v, log_decay, beta, start, ids, **options):
 
 
 @functools.cache
-def _program(call):
+def _program(call, program):
     """Results and gradients by name, of arguments in the layout's order."""
 
-    @quick_jit
+    @program
     def run(arrays, start, ids, do, dlast):
         found, vjp = jax.vjp(lambda *given: call(*given, ids), *arrays, start)
         return dict(zip(NAMES, (*found, *vjp((do, dlast))), strict=True))
@@ -54,7 +54,7 @@ def _program(call):
     return run
 
 
-def results(call, case, n, layout, dtype=jnp.float32):
+def results(call, case, n, layout, dtype=jnp.float32, program=quick_jit):
     """Results and gradients of a case in natural order; its padding may hold anything.
 
     NumPy permutes and casts: each eager operation of JAX would be a program, and operations in the
@@ -67,7 +67,9 @@ def results(call, case, n, layout, dtype=jnp.float32):
 
     q, k, v, do = (placed(getattr(case, name), dtype) for name in ("q", "k", "v", "do"))
     arrays = q, k, v, placed(case.log_decay), placed(case.beta)
-    found = jax.device_get(_program(call)(arrays, case.start, placed(case.ids), do, case.dlast))
+    found = jax.device_get(
+        _program(call, program)(arrays, case.start, placed(case.ids), do, case.dlast)
+    )
     back = np.argsort(order)
     return {name: x if name in STATES else x[:, back] for name, x in found.items()}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy_rules
 from jax._src.state import discharge
 
 _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
@@ -24,7 +25,7 @@ _lock = threading.RLock()
 def evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """The results of a jaxpr, as NumPy arrays or scalars."""
     with np.errstate(all="ignore"):
-        return _program_of(jaxpr)(*map(_value, (*consts, *args)))
+        return program_of(jaxpr)(*map(_value, (*consts, *args)))
 
 
 def traced(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -48,7 +49,8 @@ def _value(x: Any) -> Any:
     return np.asarray(x)[()]
 
 
-def _program_of(jaxpr: Any) -> _Program:
+def program_of(jaxpr: Any) -> _Program:
+    """A jaxpr's program, made once; constants of a closed one are its first arguments."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     with _lock:
         found = _programs.get(jaxpr)
@@ -59,7 +61,7 @@ def _program_of(jaxpr: Any) -> _Program:
 
 def _closed(jaxpr: Any) -> Callable[..., list[Any]]:
     """The function of a jaxpr with its constants."""
-    program, consts = _program_of(jaxpr), [_value(x) for x in jaxpr.consts]
+    program, consts = program_of(jaxpr), [_value(x) for x in getattr(jaxpr, "consts", ())]
     return (lambda *args: program(*consts, *args)) if consts else program
 
 
@@ -400,6 +402,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge, "select_n": _select,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "shift_right_arithmetic": lambda x, bits: x >> np.minimum(bits, x.itemsize * 8 - 1),
     "shift_left": _shift(operator.lshift), "shift_right_logical": _shift(_right),
     "add_any": operator.add, "sin": np.sin, "cos": np.cos, "log1p": np.log1p, "expm1": np.expm1,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -424,5 +427,9 @@ RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
     "stack": lambda params, _: lambda *xs: np.stack(xs, params["axis"]),
     "unstack": lambda params, _: lambda x: [y[()] for y in np.moveaxis(x, params["axis"], 0)],
-    "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum,
+    "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum, "remat2": _called,
+    "eval_jaxpr": _called, "reduce_precision": numpy_rules.reduce_precision,
+    "gather": numpy_rules.gather, "scatter": numpy_rules.scatter(False),
+    "scatter-add": numpy_rules.scatter(True),
+    "cummax": numpy_rules.cumulative(np.maximum), "triangular_solve": numpy_rules.triangular_solve,
 }  # fmt: skip

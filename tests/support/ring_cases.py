@@ -7,6 +7,7 @@ from typing import Any
 
 import dense
 import functions
+import implementations
 import numpy as np
 import valid_calls as valid
 from cases import MASKS, value_dim
@@ -69,9 +70,11 @@ def program_of(case, **options: Any) -> valid.Program:
     return valid.program_of(mesh, tuple(features), t=t, s=s, dims=dims, **given | masks | options)
 
 
-def assert_exact(case, attention=burst_jax.burst_attention, **options: Any):
+def assert_exact(
+    case, attention=burst_jax.burst_attention, jit=implementations.quick_jit, **options: Any
+):
     """As exact as one device, and exactly zero where there is nothing to see."""
-    valid.assert_exact(program_of(case, **options), attention, factor=1.5)
+    valid.assert_exact(program_of(case, **options), attention, factor=1.5, jit=jit)
 
 
 def kept_scores(sizes, layout, lengths, window, rotates_query, step, table=None):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from functools import partial
 from typing import Any
 
 import decoders
 import jax.numpy as jnp
 import numpy as np
+from device_threads import evaluated
 from meshes import mesh_of
 
 from burst_jax import ShardingRules
@@ -51,11 +54,16 @@ def models(config, sizes, layout, expert=None):
 
 
 class Watched(Generator):
-    """Records the logits of each step."""
+    """Records the logits of each step; ``program`` evaluates its programs."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, program=None, **options):
         super().__init__(*args, **options)
         self.logits = []
+        steps: Any = self._steps
+        if program is evaluated:
+            of_reach = functools.cache(lambda reach: program(partial(steps._prefill, reach)))
+            steps.prefill = lambda reach, *rest: of_reach(reach)(*rest)
+            steps.decode = program(steps._decode)
 
     def _choose(self, sampling, logits, key):
         self.logits.append(np.asarray(logits))

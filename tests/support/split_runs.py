@@ -79,12 +79,14 @@ def run(
     config: DecoderConfig = CONFIG,
     optimizer: Any = None,
     expert: str | None = None,
+    program: Any = None,
     **options: Any,
 ) -> tuple[list[list[float]], Any, Any]:
     """``([[loss, gradient norm] of each step], weights, optimizer state)``.
 
-    The mesh has AXES of these sizes, see :func:`sized`, of which ``expert`` shards experts; options
-    are those of AdamW, the default.
+    The mesh has AXES of these sizes, see :func:`sized`, of which ``expert`` shards experts;
+    ``program`` evaluates the step, which is compiled without; options are those of AdamW, the
+    default.
     """
     mesh = sized(sizes, kind)
     rules = dataclasses.replace(rules_of(mesh), expert=expert)
@@ -97,6 +99,7 @@ def run(
     step = make_train_step(
         graphdef, optimizer, chunk_size=7, compiler_options=QUICK, accumulate=accumulate
     )
+    step = step if program is None else program(step)
     history = []
     with jax.set_mesh(mesh):
         for index in range(steps):

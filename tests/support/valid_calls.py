@@ -366,14 +366,15 @@ def static_arrays(program: Program, arrays: Arrays) -> Arrays:
     return static
 
 
-def compiled(program: Program, arrays: Arrays, attention=burst_jax.burst_attention):
+def compiled(program: Program, arrays: Arrays, attention=burst_jax.burst_attention, jit=quick_jit):
     """``(arrays, cotangents) -> (out, lse, dq, dk, dv, gradients of per-head parameters)``.
 
     Everything is in natural order. ``attention`` accepts the arguments of ``burst_attention``.
+    ``jit`` makes a program of a function.
     """
     static = static_arrays(program, arrays)
 
-    @quick_jit
+    @jit
     def compute(arrays, cotangents):
         differentiated = [*QKV, *sorted({*PER_HEAD} & arrays.keys())]
 
@@ -423,9 +424,13 @@ def reference(program: Program, arrays: Arrays, cotangents: Cotangents) -> dense
 
 
 def assert_exact(
-    program: Program, attention=burst_jax.burst_attention, factor: float = 2, seed: int = 0
+    program: Program,
+    attention=burst_jax.burst_attention,
+    factor: float = 2,
+    seed: int = 0,
+    jit=quick_jit,
 ) -> None:
-    """A call with drawn arrays is right; ``attention`` is that of :func:`compiled`."""
+    """A call with drawn arrays is right; others are those of :func:`compiled`."""
     arrays, cotangents = draw(program, seed)
-    got = compiled(program, arrays, attention)(arrays, cotangents)
+    got = compiled(program, arrays, attention, jit)(arrays, cotangents)
     compare.assert_exact(got, reference(program, arrays, cotangents), program.dtype, factor)

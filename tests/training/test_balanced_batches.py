@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from implementations import QUICK, quick_jit
+from implementations import quick_jit
 from jax.sharding import AxisType
 from meshes import mesh_of
 
@@ -136,12 +136,12 @@ def test_a_decoder_computes_what_one_device_does():
 
 
 @pytest.mark.slow
-def test_a_pipeline_that_accumulates_passes_tables_on():
+def test_a_pipeline_that_accumulates_passes_tables_on(program):
     """To every layer of each stage, with each slice of the batch."""
     mesh, optimizer = mesh_of(AxisType.Explicit, stage=2, seq=2), optax.sgd(0.0)
     rules = ShardingRules.of(mesh)
     (graphdef, params), batch = decoder(mesh, "balanced:30", rules=rules)
-    step = make_train_step(graphdef, optimizer, accumulate=2, compiler_options=QUICK)
+    step = program(make_train_step(graphdef, optimizer, accumulate=2))
     params, state, metrics = step(params, optimizer.init(params), batch)
     loss, count, *gradients = on_one_device()
     norm = np.sqrt(sum(np.sum(x.astype(float) ** 2) for x in gradients)) / count

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from implementations import QUICK, quick_jit
 from meshes import make_mesh
 from split_runs import ROWS, SEGMENTS, SMALL, rules_of, sized
 
@@ -91,16 +90,14 @@ def check(found: Any, want: np.ndarray) -> None:
     ],
 )
 @pytest.mark.slow  # a training step to compile; the pipeline below is quick
-def test_a_step_on_four_devices_returns_them(sizes, accumulate, remat):
+def test_a_step_on_four_devices_returns_them(sizes, accumulate, remat, program):
     config = dataclasses.replace(PLAIN, remat=remat)
     mesh, sgd, weights = sized(sizes), optax.sgd(0.1), weights_of(config)
     rules = rules_of(mesh)
     graphdef, params, state = init_train_state(
         config, sgd, mesh, 0, rules=rules, layout="zigzag", params=weights
     )
-    step = make_train_step(
-        graphdef, sgd, compiler_options=QUICK, accumulate=accumulate, max_logits=True
-    )
+    step = program(make_train_step(graphdef, sgd, accumulate=accumulate, max_logits=True))
     batch = make_batch(ROWS, layout="zigzag", num_shards=2, segment_ids=SEGMENTS)
     _, _, metrics = step(params, state, place_batch(batch, mesh, rules=rules))
     check(metrics["max_logits"], largest_logits(weights))
@@ -110,7 +107,7 @@ def test_a_step_on_four_devices_returns_them(sizes, accumulate, remat):
     "hybrid",
     [pytest.param(False, id="pipeline"), pytest.param(True, id="hybrid", marks=pytest.mark.slow)],
 )
-def test_a_pipeline_and_a_hybrid_have_those_of_their_softmax_layers(hybrid):
+def test_a_pipeline_and_a_hybrid_have_those_of_their_softmax_layers(hybrid, program):
     config, mesh = PLAIN, make_mesh(1, 2)
     options: Any = {"mesh": mesh}
     if hybrid:
@@ -126,7 +123,7 @@ def test_a_pipeline_and_a_hybrid_have_those_of_their_softmax_layers(hybrid):
     weights = weights_of(config)
     batch = make_batch(ROWS, layout="zigzag", num_shards=2, segment_ids=SEGMENTS)
 
-    @quick_jit
+    @program
     def run(weights):
         given = (batch[name] for name in ("inputs", "positions", "segment_ids"))
         return nnx.merge(graphdef, weights).with_auxiliary(*given, max_logits=True)[1].max_logits
