@@ -83,9 +83,9 @@ RINGS: dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RINGS)
-def test_block_masks_and_chunks_on_a_ring_are_exact(name, program):
+def test_block_masks_and_chunks_on_a_ring_are_exact(name):
     mesh, features, options = RINGS[name]
-    valid.assert_exact(valid.program_of(mesh, features, **options), factor=1.5, jit=program)
+    valid.assert_exact(valid.program_of(mesh, features, **options), factor=1.5)
 
 
 def test_chunks_count_positions_below_0_too():

@@ -61,17 +61,17 @@ def on_mesh(mesh, layout, **options):
 
 
 @pytest.mark.slow
-def test_a_decoder_with_sinks_and_prefixes_equals_one_device(program):
+def test_a_decoder_with_sinks_and_prefixes_equals_one_device():
     cotangent = random_like(jax.ShapeDtypeStruct((4, 32, 16), jnp.float32), 3)
     run = functools.partial(decoders.on_its_mesh, tokens=ROWS, segments=SEGMENTS)
-    run = functools.partial(run, cotangent=cotangent, prefix_lengths=PREFIXES, program=program)
+    run = functools.partial(run, cotangent=cotangent, prefix_lengths=PREFIXES)
     one, mesh = on_mesh(make_mesh(), "contiguous"), mesh_of(seq=2, tensor=2)
     hidden, gradients = run(one)
     assert_close(run(on_mesh(mesh, "zigzag", rules=rules_of(mesh))), (hidden, gradients), 1e-5)
     assert (np.abs(gradients["layers"]["attention"]["sinks"]) > 1e-6).all()
     # Tokens before the last one of their row's prefix see more than without it; no prefix, no
     # change. Windows hide nothing of what comes later.
-    without = program(nnx.merge(*nnx.split(one)))(ROWS, np.arange(32, dtype=np.int32), SEGMENTS)
+    without = quick_jit(nnx.merge(*nnx.split(one)))(ROWS, np.arange(32, dtype=np.int32), SEGMENTS)
     differs = (np.abs(hidden - without) > 1e-4).any(-1)
     assert differs[0, :6].all()
     assert not differs[1].any()

@@ -52,11 +52,11 @@ def test_equals_the_formula_on_one_device():
         ),
     ],
 )
-def test_equals_the_formula_on_a_mesh(layout, sizes, kind, program):
+def test_equals_the_formula_on_a_mesh(layout, sizes, kind):
     tensor_axis = "model" if "model" in sizes else None
     with jax.set_mesh(mesh_of(kind, **sizes)):
         layer = make_layer(batch_axis="data", tensor_axis=tensor_axis, layout=layout)
-        got = results(layer, layout, sizes["seq"], program=program)
+        got = results(layer, layout, sizes["seq"])
     assert_close(got, LAYERS.truth, 2e-6)
 
 

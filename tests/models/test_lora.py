@@ -83,9 +83,9 @@ UNCHECKED = dataclasses.replace(XLA, name="unchecked", checks_vma=False)
     ],
     ids=["targets", "pipeline-tensor2-unchecked-half"],
 )
-def test_values_and_gradients_are_those_of_dense_formulas(axes, options, program):
+def test_values_and_gradients_are_those_of_dense_formulas(axes, options):
     model = with_random_adapters(mesh_of(**axes), **options)
-    out, gradients = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT, program)
+    out, gradients = decoders.on_its_mesh(model, TOKENS, SEGMENTS, COTANGENT)
     want = decoders.by_formulas(model, TOKENS, SEGMENTS, COTANGENT)
     assert_close((out, gradients), want, 1e-5)
     assert model.config.num_adapter_params == sum(x.size for x in jax.tree.leaves(gradients))

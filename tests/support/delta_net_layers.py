@@ -69,11 +69,11 @@ def with_weights(created: Callable[[], Any], given: dict[str, np.ndarray]) -> An
     return nnx.merge(graphdef, state)
 
 
-def results(layer, layout="contiguous", shards=1, x=X, ids=SEGMENTS, program=quick_jit):
+def results(layer, layout="contiguous", shards=1, x=X, ids=SEGMENTS):
     """Output and gradients in natural order, of a call that checks its positions."""
     graphdef, params = nnx.split(layer)
 
-    @program
+    @quick_jit
     def run(params, x):
         def f(params, x):
             x, segments = to_layout((x, jnp.asarray(ids)), layout, shards)
