@@ -157,12 +157,12 @@ def assembled(monkeypatch, capfd):
 def program(request):
     """Makes a program of a function: compiled, or, in slow tests, evaluated by NumPy.
 
-    Slow cases are further ones of what quick tests compile.
+    Slow cases are further ones of what quick tests, of the same file or another, compile.
     """
     import device_threads  # After pytest_configure.
 
     is_slow = request.node.get_closest_marker("slow") is not None
-    return device_threads.evaluated if is_slow else device_threads.compiled
+    return device_threads.evaluated if is_slow else device_threads.jitted
 
 
 @pytest.fixture

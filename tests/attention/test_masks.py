@@ -215,10 +215,10 @@ GROUPS = {
         for name, group in GROUPS.items()
     ],
 )
-def test_every_array_is_sharded_in_the_callers_shard_map(mesh, features, options):
+def test_every_array_is_sharded_in_an_outer_shard_map(mesh, features, options):
     """Each argument enters as burst_attention shards it, with the batch or the heads sharded too.
 
-    User functions read the indices of the caller's shard, so its batch and heads are whole.
+    User functions read the indices of the outer shard, so its batch and heads are whole.
     """
     program = valid.program_of(mesh, features, t=32, s=16, **options)
     spec = functools.partial(valid.needed_spec, program)

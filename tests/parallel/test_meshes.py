@@ -83,7 +83,7 @@ def shared_keys(arrays, cotangents):
 
 
 @pytest.mark.parametrize(("check_vma", "backward"), [(True, "rotate_kv"), (False, "rotate_query")])
-def test_ring_attention_in_the_callers_shard_map(check_vma, backward):
+def test_ring_attention_in_an_outer_shard_map(check_vma, backward):
     """K and V are replicated over the data axis and Q is sharded: dK and dV are summed over it."""
     arrays, cotangents = make_inputs(kv_batch=1)
     specs = P("data", "seq", "model"), P(None, "seq", "model"), P(None, "seq", "model")

@@ -25,7 +25,7 @@ from implementations import quick_jit
 _SECONDS = 300  # That a device waits for the others.
 
 
-def compiled(function: Any) -> Callable[..., Any]:
+def jitted(function: Any) -> Callable[..., Any]:
     """A program of ``function``; what is one already stays it."""
     return function if hasattr(function, "trace") else quick_jit(function)
 
@@ -36,7 +36,7 @@ def evaluated(function: Callable[..., Any]) -> Callable[..., Any]:
     Before JAX 0.12, whose programs have other parameters, it is compiled.
     """
     if jax.__version_info__ < (0, 12):
-        program = compiled(function)
+        program = jitted(function)
         return lambda *args: jax.device_get(program(*args))
 
     traced: dict[Any, Callable[..., Any]] = {}

@@ -10,6 +10,7 @@ folders that may change stays as it was.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -27,7 +28,7 @@ from burst_jax.training import CheckpointError
 # A case takes at most a second of CPU time on an idle machine.
 SECONDS, MEGABYTES = 2.5, 256
 # For what waits; other processes may delay the rest.
-_WAITING_SECONDS = 10.0
+_WAITING_SECONDS = 30.0
 # Errors with which a case may end; all have a sentence.
 ERRORS = (ValueError, NotImplementedError, FileNotFoundError, CheckpointError)
 _PLACE = "\x00here"
@@ -235,7 +236,7 @@ def check(
     """
     before, start = _reset_peak(), time.process_time()
     try:
-        with _alarm(_WAITING_SECONDS):
+        with _alarm(_WAITING_SECONDS), _no_collection():
             call()
     except ERRORS as error:
         message = str(error)
@@ -314,6 +315,16 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection visits what all tests of the process left: seconds that are not the case's."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _reset_peak() -> float:

@@ -301,17 +301,6 @@ def _sort(params, _):
     return sort
 
 
-def _cumsum(params, _):
-    axis, reverse = params["axis"], params["reverse"]
-
-    def cumsum(x):
-        if not reverse:
-            return np.cumsum(x, axis, dtype=x.dtype)
-        return np.flip(np.cumsum(np.flip(x, axis), axis, dtype=x.dtype), axis)
-
-    return cumsum
-
-
 def _reduce(function):
     return lambda params, _: lambda x: function(x, axis=tuple(params["axes"]))
 
@@ -427,7 +416,7 @@ RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "bitcast_convert_type": _bitcast, "optimization_barrier": lambda *_: lambda *xs: xs,
     "stack": lambda params, _: lambda *xs: np.stack(xs, params["axis"]),
     "unstack": lambda params, _: lambda x: [y[()] for y in np.moveaxis(x, params["axis"], 0)],
-    "pad": _pad, "split": _split, "sort": _sort, "cumsum": _cumsum, "remat2": _called,
+    "pad": _pad, "split": _split, "sort": _sort, "cumsum": numpy_rules.cumulative(np.add), "remat2": _called,
     "eval_jaxpr": _called, "reduce_precision": numpy_rules.reduce_precision,
     "gather": numpy_rules.gather, "scatter": numpy_rules.scatter(False),
     "scatter-add": numpy_rules.scatter(True),

@@ -102,8 +102,8 @@ def cumulative(function):
     def rule(params, _):
         axis = params["axis"]
         if params["reverse"]:
-            return lambda x: np.flip(function.accumulate(np.flip(x, axis), axis), axis)
-        return lambda x: function.accumulate(x, axis)
+            return lambda x: np.flip(function.accumulate(np.flip(x, axis), axis, x.dtype), axis)
+        return lambda x: function.accumulate(x, axis, x.dtype)
 
     return rule
 

@@ -45,7 +45,7 @@ class Model(nnx.Module):
 
 
 class Sharded(Model):
-    """Whose layer runs in a ``shard_map`` of the caller's."""
+    """Whose layer runs in a ``shard_map`` of the model."""
 
     def __init__(self, rngs, mesh, **options):
         super().__init__(rngs, **options)

@@ -24,7 +24,7 @@ from burst_jax.models.hf.family import Family, Multimodal
 from burst_jax.models.hf.fields import ignoring
 from burst_jax.models.hf.files import FLOATING, TensorFiles
 from burst_jax.models.hf.quantized import DEQUANTIZE
-from burst_jax.models.hf.tensors import Weight, index_of, weights_of
+from burst_jax.models.hf.tensors import Weight, index_of, tensor_shapes, weights_of
 from burst_jax.models.hf.tied import UntiedHead, head_name, resolve_head
 from burst_jax.models.hf.views import add_views
 from burst_jax.models.weights import flat_weights, with_weights
@@ -138,7 +138,7 @@ def load(
     mesh = mesh_with_devices(shardings.mesh)
     weights, dtypes = weights_of(shapes, family, config), flat_weights(shapes)
     copy = (head_name(family),) if config.tie_embeddings else ()
-    tensors = {name: weight.tensor_shape for weight in weights for name in weight.names}
+    tensors = tensor_shapes(weights)
     experts = config.experts.count if config.experts else 0
     add_views(files, family.other_forms, tensors, config.num_layers, experts)
     check_tensors(folder, files, weights, (*ignore, *copy))
@@ -199,7 +199,7 @@ def check_tensors(
 
     ``skip`` is the remedy for unexpected tensors.
     """
-    expected = {name: weight.tensor_shape for weight in weights for name in weight.names}
+    expected = tensor_shapes(weights)
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
     unexpected = sorted(present - set(expected) - set(ignore))

@@ -13,7 +13,7 @@ several weights, or with all experts of a layer (:class:`Fused`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,6 +223,14 @@ def weights_at(
         else weight._replace(outputs=_outputs(weight, family, config, by_path))
         for weight in weights
     ]
+
+
+def tensor_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor by its name."""
+    found = {}
+    for weight in weights:
+        found |= dict.fromkeys(weight.names, weight.tensor_shape)
+    return found
 
 
 def layers_of_stacks(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
