@@ -9,6 +9,9 @@ one concurrently::
     backward    gather 2   | layer 2      | layer 1      | layer 0
                            | gather 1     | gather 0     |
 
+In the backward pass the gradients that are known early, those of the feed-forward, are sent with
+them while the attention of the same layer runs; only attention's own are sent after it.
+
 Layers whose weights have the same shapes share a stack; a hybrid has one for each of its mixers. A
 kind is a :data:`Layer` function, so layers with different remat are of different kinds. Consecutive
 layers of one kind are a segment, run by one scan. If the sequence of kinds repeats, a scan over the
@@ -143,6 +146,7 @@ def run_layers(
     stacked: dict[str, Any],
     frozen: dict[str, Any],
     shared: Any,
+    ready_first: Callable[[Any], bool] = lambda path: False,
 ) -> tuple[jax.Array, Any]:
     """:func:`run_ahead`, or for layers of one kind a plain ``lax.scan`` without gathering ahead.
 
@@ -150,7 +154,7 @@ def run_layers(
     part of a stack adds up arrays of the size of the stack.
     """
     if any(layer != layers[0] for layer in layers):
-        return run_ahead(layers, gather, x, stacked, frozen, shared)
+        return run_ahead(layers, gather, x, stacked, frozen, shared, ready_first)
 
     name, run = layers[0]
 
@@ -168,6 +172,7 @@ def run_ahead(
     stacked: dict[str, Any],
     frozen: dict[str, Any],
     shared: Any,
+    ready_first: Callable[[Any], bool] = lambda path: False,
 ) -> tuple[jax.Array, Any]:
     """``x`` through all layers, with weights gathered one layer ahead.
 
@@ -181,6 +186,8 @@ def run_ahead(
         its layers.
       frozen: the same for frozen weights, which have no gradient; they may be empty.
       shared: pytree that all layers read, like positions; it has no gradient.
+      ready_first: whether the gradient of a weight, by its path in a layer, is known early in its
+        layer's backward pass. These are sent while the rest of the layer runs.
 
     Returns:
       ``(x, sums)``: the last layer's output, with the shape and dtype of ``x``, and the sums of all
@@ -245,17 +252,30 @@ def run_ahead(
 
         def body(segment: Segment, carry: Any, place: Place, stored: list[jax.Array]) -> Any:
             (gradient, following, gradients), stack = carry, layers[segment.layer].stack
-            ahead = gathered(local, stack, place.own - 1)
             if segment in unrolled:
                 stored = lax.optimization_barrier(stored)
             own = one_layer(stacked[stack], place.own)
             dout = gradient, one_layer(dsums, place.layer)
             gradient, dweights = rebuild[segment](stored, (*following[stack], shared))(dout)
-            if _shapes(ahead[0]) != _shapes(own):
-                # XLA would combine what is received here with the gradients that are sent below,
-                # and wait for these before it sends any.
-                ahead, dweights = lax.optimization_barrier((ahead, dweights))
-            (dlocal,) = jax.vjp(partial(gather, stack), own)[1](dweights)
+
+            def scattered(own: Any, dweights: Any) -> Any:
+                return jax.vjp(partial(gather, stack), own)[1](dweights)[0]
+
+            ahead = gathered(local, stack, place.own - 1)
+            if _shapes(ahead[0]) == _shapes(own):
+                dlocal = scattered(own, dweights)
+            else:
+                # Not those that are all-reduced: NCCL's kernels would take SMs from the layer's.
+                early = jax.tree_util.tree_map_with_path(
+                    lambda path, x, dx: ready_first(path) and x.shape != dx.shape, own, dweights
+                )
+                (own_first, own_last), (dfirst, dlast) = (
+                    _parts(early, each) for each in (own, dweights)
+                )
+                dfirst = scattered(own_first, dfirst)
+                # Else XLA would combine all that is sent here, and wait for the last gradient.
+                ahead, dfirst, dlast = lax.optimization_barrier((ahead, dfirst, dlast))
+                dlocal = _merged(dfirst, scattered(own_last, dlast))
             own_gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, place.own, 0),
                 gradients[stack],
@@ -275,6 +295,20 @@ def run_ahead(
 
 def _shapes(weights: Any) -> list[tuple[int, ...]]:
     return [x.shape for x in jax.tree.leaves(weights)]
+
+
+def _parts(taken: Any, weights: Any) -> tuple[Any, Any]:
+    """The weights where ``taken`` is true, and the others; None in the others' places."""
+    first = jax.tree.map(lambda is_taken, x: x if is_taken else None, taken, weights)
+    last = jax.tree.map(lambda is_taken, x: None if is_taken else x, taken, weights)
+    return first, last
+
+
+def _merged(first: Any, last: Any) -> Any:
+    """The inverse of :func:`_parts`."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, first, last, is_leaf=lambda x: x is None
+    )
 
 
 def _scan(

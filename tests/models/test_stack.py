@@ -59,11 +59,16 @@ def test_blocks(kinds, blocks):
     assert [text(block) for block in blocks_of(kinds)] == blocks
 
 
+def is_matrix(path):
+    return path[0].key == "w"
+
+
 @pytest.mark.parametrize(
     ("run", "kinds", "barriers"),
     [
         # One per segment, between what is gathered ahead and the gradients.
         (run_ahead, "LLGLLGLL", 3),
+        (partial(run_ahead, ready_first=is_matrix), "LLG", 2 + 1),
         # XLA unrolls the scans of single layers that no block repeats, so their recomputation needs
         # one more against the forward pass.
         (run_ahead, "FFS", 2 + 1),
