@@ -26,7 +26,8 @@ of the next layer of its own stack: in a hybrid L L L G, G's arrive while the G 
 
 JAX would store a scan's carry for the backward pass: the gathered weights of all layers. So the
 stack has its own gradient. It stores what ``jax.vjp`` of a layer stores, except for the weights,
-and the backward pass gathers these again.
+and the backward pass gathers these again. What it stores is written into uninitialized memory, as
+JAX's scan fills its stacks with zeros first.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from pallas_kernels.arrays import vary
 
 # (x, one layer's weights, its frozen weights, inputs that all layers share) -> (x, sums). Sums are
 # any pytree of arrays; those of all layers are stacked.
@@ -285,7 +289,7 @@ def run_ahead(
             return (gradient, following, gradients | {stack: own_gradients}), None
 
         last = {stack: gathered(local, stack, np.int32(counts[stack] - 1)) for stack in counts}
-        carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
+        carry = gradient, last, jax.tree.map(lambda x: _empty(x.shape, jax.typeof(x)), stacked)
         gradient, _, gradients = _scan(layers, blocks, body, carry, stored, reverse=True)[0]
         return gradient, gradients, None, None
 
@@ -326,7 +330,7 @@ def _scan(
     each block and segment arrays ``[repeats, count, ...]``, or ``[count, ...]`` for a block that
     does not repeat. ``reverse`` starts with the last layer.
     """
-    order = -1 if reverse else 1
+    order, scan = (-1, partial(lax.scan, reverse=True)) if reverse else (1, _stacking)
     outs: list[Any] = [None] * len(blocks)
     stacks = np.array([layer.stack for layer in layers])
 
@@ -354,7 +358,7 @@ def _scan(
                     for index, period in zip(first, (block.period, of_stack), strict=True)
                 ]
                 xs = Place(*places), block_inputs[i]
-                carry, outs[i] = lax.scan(layer, carry, xs, reverse=reverse)
+                carry, outs[i] = scan(layer, carry, xs)
             return carry, tuple(outs)
 
         if block.repeats == 1:
@@ -365,6 +369,43 @@ def _scan(
                 repetition, carry, (repeats, block_inputs), reverse=reverse
             )
     return carry, tuple(outs)
+
+
+def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """``lax.scan`` with uninitialized stacks, which it overwrites; it has no reverse-mode gradient.
+
+    The index is the loop's only counter: XLA copies arrays into stacks next to other kernels only if
+    the offsets follow from that.
+    """
+    count = len(jax.tree.leaves(xs)[0])
+    traced, (_, outs) = jax.make_jaxpr(body, return_shape=True)(
+        carry, jax.tree.map(lambda x: x[0], xs)
+    )
+    leaves, structure = jax.tree.flatten(carry)
+    made: list[Any] = traced.out_avals[len(leaves) :]
+    if any(aval.memory_space == jax.memory.Space.Host for aval in made):
+        return lax.scan(body, carry, xs)  # lax.empty is of the device's memory.
+    stacks = [_empty((count, *aval.shape), aval) for aval in made]
+
+    def step(state: Any) -> Any:
+        index, leaves, stacks = state
+        each = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, False), xs)
+        results = jaxpr_as_fun(traced)(*leaves, *jax.tree.leaves(each))
+        stacks = [
+            lax.dynamic_update_index_in_dim(stack, x, index, 0)
+            for stack, x in zip(stacks, results[len(leaves) :], strict=True)
+        ]
+        return index + 1, results[: len(leaves)], stacks
+
+    start = np.int32(0), leaves, stacks
+    _, leaves, stacks = lax.while_loop(lambda state: state[0] < count, step, start)
+    carry = jax.tree.unflatten(structure, leaves)
+    return carry, jax.tree.unflatten(jax.tree.structure(outs), stacks)
+
+
+def _empty(shape: tuple[int, ...], like: Any) -> jax.Array:
+    """An array of which each element is written before it is read, with the rest of a type."""
+    return vary(lax.empty(shape, like.dtype), like.manual_axis_type.varying)
 
 
 def _in_order(blocks: Sequence[Block], outs: Sequence[tuple[Any, ...]]) -> Any:

@@ -168,6 +168,8 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     stacks.add(("bf16", config.num_layers * tokens * config.num_heads * config.head_dim))
     moved = {tuple(array) for name, op, *array in made if "transpose" in name or op == "copy"}
     assert not stacks & moved
+    # Nor is one filled before it is overwritten.
+    assert not stacks & {tuple(array) for name, _, *array in made if "broadcast" in name}
     # The head's gradient is summed, into this device's part, before the layers' backward pass.
     head: Any = params["head"]["kernel"]
     part = "f32", math.prod(head.sharding.shard_shape(head.shape))
