@@ -30,7 +30,7 @@ from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.config import Stack as StackOfLayers
-from burst_jax.models.decoder_layer import DecoderLayer, norm_of
+from burst_jax.models.decoder_layer import DecoderLayer, in_feed_forward, norm_of
 from burst_jax.models.decoder_options import (
     check_expert_axis,
     options_of_rules,
@@ -393,7 +393,8 @@ class Decoder(nnx.Module):
             in_order = [layers[kind] for kind in kinds]
             layout = layout_option(self.options)
             order = layout.given_positions(positions)
-            return run_stack(in_order, gather_one, x, stacked, frozen, (tables, order, *masks))
+            masks = tables, order, *masks
+            return run_stack(in_order, gather_one, x, stacked, frozen, masks, in_feed_forward)
 
         # Tables too: a layer would store what it marks as varying itself for its backward pass.
         x, document_tables = vary((x, document_tables), frozenset(varying))

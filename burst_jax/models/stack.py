@@ -9,6 +9,9 @@ one concurrently::
     backward    gather 2   | layer 2      | layer 1      | layer 0
                            | gather 1     | gather 0     |
 
+In the backward pass the gradients that are known early, those of the feed-forward, are sent with
+them while the attention of the same layer runs; only attention's own are sent after it.
+
 Layers whose weights have the same shapes share a stack; a hybrid has one for each of its mixers. A
 kind is a :data:`Layer` function, so layers with different remat are of different kinds. Consecutive
 layers of one kind are a segment, run by one scan. If the sequence of kinds repeats, a scan over the
@@ -23,7 +26,8 @@ of the next layer of its own stack: in a hybrid L L L G, G's arrive while the G 
 
 JAX would store a scan's carry for the backward pass: the gathered weights of all layers. So the
 stack has its own gradient. It stores what ``jax.vjp`` of a layer stores, except for the weights,
-and the backward pass gathers these again.
+and the backward pass gathers these again. What it stores is written into uninitialized memory, as
+JAX's scan fills its stacks with zeros first.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from pallas_kernels.arrays import vary
 
 # (x, one layer's weights, its frozen weights, inputs that all layers share) -> (x, sums). Sums are
 # any pytree of arrays; those of all layers are stacked.
@@ -143,6 +150,7 @@ def run_layers(
     stacked: dict[str, Any],
     frozen: dict[str, Any],
     shared: Any,
+    ready_first: Callable[[Any], bool] = lambda path: False,
 ) -> tuple[jax.Array, Any]:
     """:func:`run_ahead`, or for layers of one kind a plain ``lax.scan`` without gathering ahead.
 
@@ -150,7 +158,7 @@ def run_layers(
     part of a stack adds up arrays of the size of the stack.
     """
     if any(layer != layers[0] for layer in layers):
-        return run_ahead(layers, gather, x, stacked, frozen, shared)
+        return run_ahead(layers, gather, x, stacked, frozen, shared, ready_first)
 
     name, run = layers[0]
 
@@ -168,6 +176,7 @@ def run_ahead(
     stacked: dict[str, Any],
     frozen: dict[str, Any],
     shared: Any,
+    ready_first: Callable[[Any], bool] = lambda path: False,
 ) -> tuple[jax.Array, Any]:
     """``x`` through all layers, with weights gathered one layer ahead.
 
@@ -181,6 +190,8 @@ def run_ahead(
         its layers.
       frozen: the same for frozen weights, which have no gradient; they may be empty.
       shared: pytree that all layers read, like positions; it has no gradient.
+      ready_first: whether the gradient of a weight, by its path in a layer, is known early in its
+        layer's backward pass. These are sent while the rest of the layer runs.
 
     Returns:
       ``(x, sums)``: the last layer's output, with the shape and dtype of ``x``, and the sums of all
@@ -245,17 +256,30 @@ def run_ahead(
 
         def body(segment: Segment, carry: Any, place: Place, stored: list[jax.Array]) -> Any:
             (gradient, following, gradients), stack = carry, layers[segment.layer].stack
-            ahead = gathered(local, stack, place.own - 1)
             if segment in unrolled:
                 stored = lax.optimization_barrier(stored)
             own = one_layer(stacked[stack], place.own)
             dout = gradient, one_layer(dsums, place.layer)
             gradient, dweights = rebuild[segment](stored, (*following[stack], shared))(dout)
-            if _shapes(ahead[0]) != _shapes(own):
-                # XLA would combine what is received here with the gradients that are sent below,
-                # and wait for these before it sends any.
-                ahead, dweights = lax.optimization_barrier((ahead, dweights))
-            (dlocal,) = jax.vjp(partial(gather, stack), own)[1](dweights)
+
+            def scattered(own: Any, dweights: Any) -> Any:
+                return jax.vjp(partial(gather, stack), own)[1](dweights)[0]
+
+            ahead = gathered(local, stack, place.own - 1)
+            if _shapes(ahead[0]) == _shapes(own):
+                dlocal = scattered(own, dweights)
+            else:
+                # Not those that are all-reduced: NCCL's kernels would take SMs from the layer's.
+                early = jax.tree_util.tree_map_with_path(
+                    lambda path, x, dx: ready_first(path) and x.shape != dx.shape, own, dweights
+                )
+                (own_first, own_last), (dfirst, dlast) = (
+                    _parts(early, each) for each in (own, dweights)
+                )
+                dfirst = scattered(own_first, dfirst)
+                # Else XLA would combine all that is sent here, and wait for the last gradient.
+                ahead, dfirst, dlast = lax.optimization_barrier((ahead, dfirst, dlast))
+                dlocal = _merged(dfirst, scattered(own_last, dlast))
             own_gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, place.own, 0),
                 gradients[stack],
@@ -265,7 +289,7 @@ def run_ahead(
             return (gradient, following, gradients | {stack: own_gradients}), None
 
         last = {stack: gathered(local, stack, np.int32(counts[stack] - 1)) for stack in counts}
-        carry = gradient, last, jax.tree.map(jnp.zeros_like, stacked)
+        carry = gradient, last, jax.tree.map(lambda x: _empty(x.shape, jax.typeof(x)), stacked)
         gradient, _, gradients = _scan(layers, blocks, body, carry, stored, reverse=True)[0]
         return gradient, gradients, None, None
 
@@ -275,6 +299,20 @@ def run_ahead(
 
 def _shapes(weights: Any) -> list[tuple[int, ...]]:
     return [x.shape for x in jax.tree.leaves(weights)]
+
+
+def _parts(taken: Any, weights: Any) -> tuple[Any, Any]:
+    """The weights where ``taken`` is true, and the others; None in the others' places."""
+    first = jax.tree.map(lambda is_taken, x: x if is_taken else None, taken, weights)
+    last = jax.tree.map(lambda is_taken, x: None if is_taken else x, taken, weights)
+    return first, last
+
+
+def _merged(first: Any, last: Any) -> Any:
+    """The inverse of :func:`_parts`."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, first, last, is_leaf=lambda x: x is None
+    )
 
 
 def _scan(
@@ -292,7 +330,7 @@ def _scan(
     each block and segment arrays ``[repeats, count, ...]``, or ``[count, ...]`` for a block that
     does not repeat. ``reverse`` starts with the last layer.
     """
-    order = -1 if reverse else 1
+    order, scan = (-1, partial(lax.scan, reverse=True)) if reverse else (1, _stacking)
     outs: list[Any] = [None] * len(blocks)
     stacks = np.array([layer.stack for layer in layers])
 
@@ -320,7 +358,7 @@ def _scan(
                     for index, period in zip(first, (block.period, of_stack), strict=True)
                 ]
                 xs = Place(*places), block_inputs[i]
-                carry, outs[i] = lax.scan(layer, carry, xs, reverse=reverse)
+                carry, outs[i] = scan(layer, carry, xs)
             return carry, tuple(outs)
 
         if block.repeats == 1:
@@ -331,6 +369,43 @@ def _scan(
                 repetition, carry, (repeats, block_inputs), reverse=reverse
             )
     return carry, tuple(outs)
+
+
+def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """``lax.scan`` with uninitialized stacks, which it overwrites; it has no reverse-mode gradient.
+
+    The index is the loop's only counter: XLA copies arrays into stacks next to other kernels only if
+    the offsets follow from that.
+    """
+    count = len(jax.tree.leaves(xs)[0])
+    traced, (_, outs) = jax.make_jaxpr(body, return_shape=True)(
+        carry, jax.tree.map(lambda x: x[0], xs)
+    )
+    leaves, structure = jax.tree.flatten(carry)
+    made: list[Any] = traced.out_avals[len(leaves) :]
+    if any(aval.memory_space == jax.memory.Space.Host for aval in made):
+        return lax.scan(body, carry, xs)  # lax.empty is of the device's memory.
+    stacks = [_empty((count, *aval.shape), aval) for aval in made]
+
+    def step(state: Any) -> Any:
+        index, leaves, stacks = state
+        each = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, False), xs)
+        results = jaxpr_as_fun(traced)(*leaves, *jax.tree.leaves(each))
+        stacks = [
+            lax.dynamic_update_index_in_dim(stack, x, index, 0)
+            for stack, x in zip(stacks, results[len(leaves) :], strict=True)
+        ]
+        return index + 1, results[: len(leaves)], stacks
+
+    start = np.int32(0), leaves, stacks
+    _, leaves, stacks = lax.while_loop(lambda state: state[0] < count, step, start)
+    carry = jax.tree.unflatten(structure, leaves)
+    return carry, jax.tree.unflatten(jax.tree.structure(outs), stacks)
+
+
+def _empty(shape: tuple[int, ...], like: Any) -> jax.Array:
+    """An array of which each element is written before it is read, with the rest of a type."""
+    return vary(lax.empty(shape, like.dtype), like.manual_axis_type.varying)
 
 
 def _in_order(blocks: Sequence[Block], outs: Sequence[tuple[Any, ...]]) -> Any:

@@ -154,7 +154,7 @@ def gather_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Ar
     whole = vary(jnp.zeros(shape, x.dtype), varying_axes(x) | frozenset(names))
     whole = lax.dynamic_update_slice_in_dim(whole, x, me * size, dim)
     for distance in range(1, n):
-        part = _send(x, names, distance)
+        part = _send(x, names, distance, apart=True)
         # Received from the device at that distance before this one.
         whole = lax.dynamic_update_slice_in_dim(whole, part, (me - distance) % n * size, dim)
     return whole
@@ -167,15 +167,21 @@ def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.A
     total = lax.dynamic_slice_in_dim(x, me * size, size, dim)
     for distance in range(1, n):
         part = lax.dynamic_slice_in_dim(x, (me + distance) % n * size, size, dim)
-        total = total + _send(part, names, distance)
+        total = total + _send(part, names, distance, apart=True)
     return total
 
 
-def _send(x: jax.Array, names: tuple[str, ...], distance: int) -> jax.Array:
-    """Receives ``x`` from the device at ``distance`` before this one, in the order of ``names``."""
+def _send(x: jax.Array, names: tuple[str, ...], distance: int, *, apart: bool = False) -> jax.Array:
+    """Receives ``x`` from the device at ``distance`` before this one, in the order of ``names``.
+
+    ``apart``: not in one permute with a ring's arrays, which XLA combines with all that is sent
+    between the same pairs of devices, in the same order, and is not needed before.
+    """
     # ppermute numbers devices in the mesh's axis order; a weight may be sharded in another order.
     in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
     order = np.arange(lax.axis_size(names)).reshape([lax.axis_size(name) for name in in_mesh])
     order = order.transpose([in_mesh.index(name) for name in names]).ravel().tolist()
-    pairs = zip(order, order[distance:] + order[:distance], strict=True)
-    return lax.ppermute(x, tuple(in_mesh), list(pairs))
+    pairs = list(zip(order, order[distance:] + order[:distance], strict=True))
+    if apart:
+        pairs = pairs[1:] + pairs[:1]
+    return lax.ppermute(x, tuple(in_mesh), pairs)

@@ -160,8 +160,9 @@ def _backward(
     sharded = strategy.weights == "sharded" and strategy.rows * strategy.token_devices > 1
     # The layer's gathered weights, or the next layer's: they replace each other one by one.
     gathered = s.itemsize * s.layer.whole
-    # The feed-forward's gradients are reduced at the end of the layer.
+    # The feed-forward's gradients are reduced while the mixer runs.
     summed = 4 * s.mlp.whole if sharded else 0
+    received = 4 * (s.mlp.whole - s.mlp.part) if sharded else 0
     # Experts' gradients come in the dtype of their products, and are held until they are reduced.
     # XLA does not place them where the layer's own weights were.
     gathers_experts = sharded and s.copies and s.mlp.whole > s.mlp.part
@@ -200,7 +201,7 @@ def _backward(
         # The ring was computed again: q, k, v and the input of their projections are live.
         states += one + features * (s.query + s.kv)
     return {
-        mixer: fetched + of_mixer + gathered + summed + gradients,
+        mixer: fetched + of_mixer + gathered + summed + received + gradients,
         "feed-forward": fetched + states + out + products + gathered,
     }
 

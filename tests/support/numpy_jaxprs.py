@@ -207,6 +207,13 @@ def _bitcast(params, _):
     return lambda x: x.view(params["new_dtype"])
 
 
+def _empty(params, _):
+    """No value of it may be read before it is written."""
+    kind = np.dtype(params["dtype"])
+    fill = {"b": True, "i": -(2**7), "u": 2**8 - 1}.get(kind.kind, np.nan)
+    return lambda: np.full(params["shape"], fill, kind)
+
+
 def _broadcast(params, _):
     shape, dims = params["shape"], params["broadcast_dimensions"]
 
@@ -402,7 +409,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 RULES: dict[str, Callable[[dict[str, Any], list[Any]], Callable[..., Any]]] = {
     "jit": _called, "pjit": _called, "closed_call": _called, "custom_jvp_call": _called,
     "custom_vjp_call": _called, "custom_vmap_call": _custom_vmap, "cond": _cond, "while": _while,
-    "scan": _scan,
+    "scan": _scan, "empty": _empty,
     "io_callback": _callback, "pure_callback": _callback, "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast, "iota": _iota, "reshape": _reshape, "squeeze": _squeeze,
     "transpose": lambda params, _: lambda x: x.transpose(params["permutation"]),
