@@ -374,8 +374,8 @@ def _scan(
 def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
     """``lax.scan`` with uninitialized stacks, which it overwrites; it has no reverse-mode gradient.
 
-    The index is the loop's only counter: XLA copies arrays into stacks next to other kernels only if
-    the offsets follow from that.
+    The index is the loop's only counter: XLA copies into stacks next to other kernels only if all
+    offsets follow from that.
     """
     count = len(jax.tree.leaves(xs)[0])
     traced, (_, outs) = jax.make_jaxpr(body, return_shape=True)(
