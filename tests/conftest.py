@@ -157,7 +157,7 @@ def assembled(monkeypatch, capfd):
 def program(request):
     """Makes a program of a function: compiled, or, in slow tests, evaluated by NumPy.
 
-    Slow cases are further ones of what quick tests, of the same file or another, compile.
+    Slow cases are further ones of what quick tests compile.
     """
     import device_threads  # After pytest_configure.
 

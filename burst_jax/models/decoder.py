@@ -352,6 +352,12 @@ class Decoder(nnx.Module):
             length = vary(jnp.max(jnp.where(present, positions, 0)) + 1, frozenset(varying))
             length = lax.pmax(length, varying) if varying else length
         ahead = shardings.are_gathered(list(layer_specs.values()))
+        of_feed_forward = [spec for path, spec in layer_specs.items() if in_feed_forward(path[1:])]
+        # NCCL's kernels would take SMs from the attention that runs at the same time.
+        by_copies = shardings.are_sent_by_copies(of_feed_forward)
+
+        def sent_early(path: tuple[Any, ...]) -> bool:
+            return by_copies and in_feed_forward(path)
 
         def gather(stack: str, weights: nnx.State) -> nnx.State:
             return jax.tree_util.tree_map_with_path(
@@ -393,8 +399,8 @@ class Decoder(nnx.Module):
             in_order = [layers[kind] for kind in kinds]
             layout = layout_option(self.options)
             order = layout.given_positions(positions)
-            masks = tables, order, *masks
-            return run_stack(in_order, gather_one, x, stacked, frozen, masks, in_feed_forward)
+            of_all = tables, order, *masks
+            return run_stack(in_order, gather_one, x, stacked, frozen, of_all, sent_early)
 
         # Tables too: a layer would store what it marks as varying itself for its backward pass.
         x, document_tables = vary((x, document_tables), frozenset(varying))

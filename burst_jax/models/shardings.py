@@ -27,6 +27,7 @@ from burst_jax.parallel.mesh import (
     sequence_axes,
 )
 from burst_jax.parallel.rules import ShardingRules, check_divides
+from burst_jax.parallel.xla_options import has_peer_copies
 from pallas_kernels import find
 
 
@@ -97,6 +98,12 @@ class DecoderShardings:
         leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
         axes = {name for spec in leaves for name in flat_names(*spec)}
         return bool(axes.difference(self.tensor_axes))
+
+    def are_sent_by_copies(self, specs: Any) -> bool:
+        """Whether copy engines send the gradients of sharded weights, and none is all-reduced."""
+        leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+        sharded = [set(flat_names(*spec)) for spec in leaves if flat_names(*spec)]
+        return has_peer_copies() and all(axes.issuperset(self.varying_axes) for axes in sharded)
 
     def check_inputs(
         self, tokens: Any, positions: Any, segment_ids: Any, prefix_lengths: Any

@@ -26,8 +26,8 @@ of the next layer of its own stack: in a hybrid L L L G, G's arrive while the G 
 
 JAX would store a scan's carry for the backward pass: the gathered weights of all layers. So the
 stack has its own gradient. It stores what ``jax.vjp`` of a layer stores, except for the weights,
-and the backward pass gathers these again. What it stores is written into uninitialized memory, as
-JAX's scan fills its stacks with zeros first.
+and the backward pass gathers these again. What it stores on the device is written into
+uninitialized memory, as JAX's scan fills its stacks with zeros first.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def run_ahead(
             if _shapes(ahead[0]) == _shapes(own):
                 dlocal = scattered(own, dweights)
             else:
-                # Not those that are all-reduced: NCCL's kernels would take SMs from the layer's.
+                # Those of replicated weights are all-reduced, by kernels that would take SMs.
                 early = jax.tree_util.tree_map_with_path(
                     lambda path, x, dx: ready_first(path) and x.shape != dx.shape, own, dweights
                 )
@@ -365,14 +365,14 @@ def _scan(
             carry, outs[number] = repetition(carry, (np.int32(0), block_inputs))
         else:
             repeats = np.arange(block.repeats, dtype=np.int32)
-            carry, outs[number] = lax.scan(
-                repetition, carry, (repeats, block_inputs), reverse=reverse
-            )
+            carry, outs[number] = scan(repetition, carry, (repeats, block_inputs))
     return carry, tuple(outs)
 
 
 def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
-    """``lax.scan`` with uninitialized stacks, which it overwrites; it has no reverse-mode gradient.
+    """``lax.scan`` with uninitialized stacks, which it overwrites.
+
+    JAX cannot transpose the loop: gradients of a stack's gradients need forward over reverse mode.
 
     The index is the loop's only counter: XLA copies into stacks next to other kernels only if all
     offsets follow from that.
@@ -404,7 +404,10 @@ def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) 
 
 
 def _empty(shape: tuple[int, ...], like: Any) -> jax.Array:
-    """An array of which each element is written before it is read, with the rest of a type."""
+    """An uninitialized array with the dtype of ``like``, inside a ``shard_map`` over all axes.
+
+    Whoever makes it writes each element before it is read.
+    """
     return vary(lax.empty(shape, like.dtype), like.manual_axis_type.varying)
 
 

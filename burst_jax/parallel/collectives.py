@@ -174,8 +174,8 @@ def scatter_by_permutes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.A
 def _send(x: jax.Array, names: tuple[str, ...], distance: int, *, apart: bool = False) -> jax.Array:
     """Receives ``x`` from the device at ``distance`` before this one, in the order of ``names``.
 
-    ``apart``: not in one permute with a ring's arrays, which XLA combines with all that is sent
-    between the same pairs of devices, in the same order, and is not needed before.
+    ``apart``: XLA merges permutes with equal lists of pairs; this list starts at another pair, so
+    that what is sent is never merged with a ring's arrays.
     """
     # ppermute numbers devices in the mesh's axis order; a weight may be sharded in another order.
     in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]

@@ -86,11 +86,6 @@ WIDE = dataclasses.replace(
 )  # fmt: skip
 
 
-def sent_sizes(sent):
-    """The sizes of the arrays of a permute, as :func:`compiled_programs.moves` has it."""
-    return {math.prod(shape) for shape in sent[0]}
-
-
 def assert_sends_what_is_offloaded_during_kernels(program, config, tokens):
     """To the host."""
     memory: Any = program.memory_analysis()
@@ -128,16 +123,17 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     distances = sizes.get("fsdp", 1) * sizes["seq"] - 1
     loops = []
     for sent in compiled.moves(program, "collective-permute").values():
-        of_weights = []
+        of_weights, rings = [], 0
         for shapes, during in sent:
             sizes_sent = {math.prod(shape) for shape in shapes}
             # K and V, or their gradients, wait for no weights.
             assert sizes_sent == {block} or sizes_sent <= elements
             assert during or block not in sizes_sent
-            if sizes_sent != {block}:
+            if sizes_sent == {block}:
+                rings += 1
+            else:
                 of_weights.append((len(shapes), during))
-        # In the layers' loops.
-        if any(sizes_sent == {block} for sizes_sent in map(sent_sizes, sent)):
+        if rings:  # In the layers' loops.
             loops.append(of_weights)
     forward, backward = sorted(loops, key=lambda loop: sum(count for count, _ in loop))
     # A layer's seven matrices travel together. So do, in the backward pass, those of the layer

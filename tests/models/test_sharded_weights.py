@@ -23,7 +23,7 @@ from split_runs import CONFIG, ONE, losses, plain_losses, rows, sized
 
 import burst_jax
 from burst_jax import ShardingRules
-from burst_jax.models import Decoder
+from burst_jax.models import Decoder, abstract_decoder, shardings
 from burst_jax.training import (
     abstract_params,
     abstract_train_state,
@@ -212,6 +212,20 @@ def test_implementations_without_vma_checks_have_the_same_gradients(program):
     want, want_gradients = formula_gradients()
     assert loss == pytest.approx(want, rel=1e-5)
     assert_close(nnx.to_pure_dict(gradients), want_gradients, 1e-4)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_early_gradients_are_sent_by_copy_engines(monkeypatch, copies):
+    """NCCL's kernels, which also sum over a data axis, would take SMs from attention."""
+    monkeypatch.setattr(shardings, "has_peer_copies", lambda: copies)
+    meshes: list[Any] = [{"fsdp": 2, "seq": 2}, {"seq": 2, "tensor": 2}, {"data": 2, "seq": 2}]
+    for sizes in meshes:
+        mesh = mesh_of(**sizes)
+        rules = ShardingRules.of(mesh)
+        graphdef, shapes = abstract_decoder(CONFIG, mesh=mesh, rules=rules, layout="zigzag")
+        of_mesh = nnx.merge(graphdef, shapes).shardings(shapes)
+        specs = of_mesh.weight_specs(shapes)["layers"]["mlp"]
+        assert of_mesh.are_sent_by_copies(specs) == (copies and "data" not in sizes)
 
 
 def test_specs_of_logical_names():

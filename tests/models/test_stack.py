@@ -136,6 +136,14 @@ def test_values_and_gradients_are_those_of_a_loop(monkeypatch, run, kinds, barri
     assert_close(quick_jit(both(scanned))(*arguments), (out, tuple(gradients)), 1e-5)
     jaxpr = jax.make_jaxpr(both(scanned))(*arguments).jaxpr
     assert count(jaxpr, "optimization_barrier") == barriers
+    # The matrix' gradient is scattered before the barrier, or after it.
+    ordered = [
+        x.aval.shape
+        for equation, _ in equations(jaxpr)
+        if equation.primitive.name == "optimization_barrier"
+        for x in equation.invars
+    ]
+    assert ((2, 4) in ordered) == isinstance(run, partial)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from burst_jax.training import CheckpointError
 
 # A case takes at most a second of CPU time on an idle machine.
 SECONDS, MEGABYTES = 2.5, 256
-# For what waits; other processes may delay the rest.
+# For what waits. The rest may be delayed: three processes share two cores in CI.
 _WAITING_SECONDS = 30.0
 # Errors with which a case may end; all have a sentence.
 ERRORS = (ValueError, NotImplementedError, FileNotFoundError, CheckpointError)
@@ -320,11 +320,13 @@ def _alarm(seconds: float) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """A collection visits what all tests of the process left: seconds that are not the case's."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _reset_peak() -> float:
