@@ -30,7 +30,7 @@ from burst_jax.layouts.parse import layout_option
 from burst_jax.layouts.tables import DocumentTables
 from burst_jax.models.config import DecoderConfig, LayerKind
 from burst_jax.models.config import Stack as StackOfLayers
-from burst_jax.models.decoder_layer import DecoderLayer, in_feed_forward, norm_of
+from burst_jax.models.decoder_layer import DecoderLayer, norm_of
 from burst_jax.models.decoder_options import (
     check_expert_axis,
     options_of_rules,
@@ -352,12 +352,6 @@ class Decoder(nnx.Module):
             length = vary(jnp.max(jnp.where(present, positions, 0)) + 1, frozenset(varying))
             length = lax.pmax(length, varying) if varying else length
         ahead = shardings.are_gathered(list(layer_specs.values()))
-        of_feed_forward = [spec for path, spec in layer_specs.items() if in_feed_forward(path[1:])]
-        # NCCL's kernels would take SMs from the attention that runs at the same time.
-        by_copies = shardings.are_sent_by_copies(of_feed_forward)
-
-        def sent_early(path: tuple[Any, ...]) -> bool:
-            return by_copies and in_feed_forward(path)
 
         def gather(stack: str, weights: nnx.State) -> nnx.State:
             return jax.tree_util.tree_map_with_path(
@@ -395,12 +389,11 @@ class Decoder(nnx.Module):
         def run(x: jax.Array, shared: Any) -> tuple[jax.Array, LayerSums]:
             positions, *masks = shared
             tables = [rope_table(positions, config.head_dim, rope, length=length) for rope in ropes]
-            run_stack, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda _, w: w)
+            run_all, gather_one = (run_ahead, gather) if ahead else (run_layers, lambda _, w: w)
             in_order = [layers[kind] for kind in kinds]
-            layout = layout_option(self.options)
-            order = layout.given_positions(positions)
-            of_all = tables, order, *masks
-            return run_stack(in_order, gather_one, x, stacked, frozen, of_all, sent_early)
+            order = layout_option(self.options).given_positions(positions)
+            early = partial(shardings.is_sent_early, layer_specs)
+            return run_all(in_order, gather_one, x, stacked, frozen, (tables, order, *masks), early)
 
         # Tables too: a layer would store what it marks as varying itself for its backward pass.
         x, document_tables = vary((x, document_tables), frozenset(varying))

@@ -33,11 +33,6 @@ from burst_jax.models.remat import (
 DeltaNetFn = Callable[[GatedDeltaNet, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
-def in_feed_forward(path: tuple[Any, ...]) -> bool:
-    """Whether a weight of a layer, by its path in it, belongs to its feed-forward block."""
-    return path[0].key == "mlp"
-
-
 class DecoderLayer(nnx.Module):
     """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``.
 

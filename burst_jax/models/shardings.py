@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from burst_jax.attention.validation import check_is_array
 from burst_jax.models.config import DecoderConfig
-from burst_jax.models.weights import logical_axes, name_of, weight_specs
+from burst_jax.models.weights import in_feed_forward, logical_axes, name_of, weight_specs
 from burst_jax.parallel.mesh import (
     AxisNames,
     axes_size,
@@ -99,11 +99,15 @@ class DecoderShardings:
         axes = {name for spec in leaves for name in flat_names(*spec)}
         return bool(axes.difference(self.tensor_axes))
 
-    def are_sent_by_copies(self, specs: Any) -> bool:
-        """Whether copy engines send the gradients of sharded weights, and none is all-reduced."""
-        leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
-        sharded = [set(flat_names(*spec)) for spec in leaves if flat_names(*spec)]
-        return has_peer_copies() and all(axes.issuperset(self.varying_axes) for axes in sharded)
+    def is_sent_early(self, specs: Mapping[tuple[Any, ...], P], path: tuple[Any, ...]) -> bool:
+        """Whether the gradient of a layer's weight is sent while the layer's attention runs.
+
+        ``specs`` are the shardings of layers' weights by path in the decoder. Only copy engines
+        send such gradients: NCCL's kernels would take SMs from attention. Those also all-reduce
+        over axes that do not shard the weight.
+        """
+        sharded = set(self.varying_axes).issubset(flat_names(*specs[path]))
+        return sharded and in_feed_forward(path) and has_peer_copies()
 
     def check_inputs(
         self, tokens: Any, positions: Any, segment_ids: Any, prefix_lengths: Any

@@ -190,8 +190,8 @@ def run_ahead(
         its layers.
       frozen: the same for frozen weights, which have no gradient; they may be empty.
       shared: pytree that all layers read, like positions; it has no gradient.
-      ready_first: whether the gradient of a weight, by its path in a layer, is known early in its
-        layer's backward pass. These are sent while the rest of the layer runs.
+      ready_first: whether the gradient of a weight, by its path from its stack's name on, is known
+        early in its layer's backward pass. These are sent while the rest of the layer runs.
 
     Returns:
       ``(x, sums)``: the last layer's output, with the shape and dtype of ``x``, and the sums of all
@@ -266,20 +266,17 @@ def run_ahead(
                 return jax.vjp(partial(gather, stack), own)[1](dweights)[0]
 
             ahead = gathered(local, stack, place.own - 1)
-            if _shapes(ahead[0]) == _shapes(own):
-                dlocal = scattered(own, dweights)
-            else:
-                # Those of replicated weights are all-reduced, by kernels that would take SMs.
-                early = jax.tree_util.tree_map_with_path(
-                    lambda path, x, dx: ready_first(path) and x.shape != dx.shape, own, dweights
-                )
-                (own_first, own_last), (dfirst, dlast) = (
-                    _parts(early, each) for each in (own, dweights)
-                )
-                dfirst = scattered(own_first, dfirst)
+            early = jax.tree_util.tree_map_with_path(
+                lambda path, _: ready_first(path), {stack: own}
+            )[stack]
+            (own_first, own_last), (dfirst, dlast) = (
+                _parts(early, each) for each in (own, dweights)
+            )
+            dfirst = scattered(own_first, dfirst)
+            if _shapes(ahead[0]) != _shapes(own):
                 # Else XLA would combine all that is sent here, and wait for the last gradient.
                 ahead, dfirst, dlast = lax.optimization_barrier((ahead, dfirst, dlast))
-                dlocal = _merged(dfirst, scattered(own_last, dlast))
+            dlocal = _merged(dfirst, scattered(own_last, dlast))
             own_gradients = jax.tree.map(
                 lambda all, one: lax.dynamic_update_index_in_dim(all, one, place.own, 0),
                 gradients[stack],
@@ -378,29 +375,31 @@ def _stacking(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) 
     offsets follow from that.
     """
     count = len(jax.tree.leaves(xs)[0])
-    traced, (_, outs) = jax.make_jaxpr(body, return_shape=True)(
+    # Traced once, for the types of what is stacked, too.
+    traced, shapes = jax.make_jaxpr(body, return_shape=True)(
         carry, jax.tree.map(lambda x: x[0], xs)
     )
-    leaves, structure = jax.tree.flatten(carry)
-    made: list[Any] = traced.out_avals[len(leaves) :]
-    if any(aval.memory_space == jax.memory.Space.Host for aval in made):
-        return lax.scan(body, carry, xs)  # lax.empty is of the device's memory.
-    stacks = [_empty((count, *aval.shape), aval) for aval in made]
+    structure = jax.tree.structure(shapes)
+    _, made = jax.tree.unflatten(structure, traced.out_avals)
+
+    def run(carry: Any, each: Any) -> tuple[Any, Any]:
+        return jax.tree.unflatten(structure, jaxpr_as_fun(traced)(*jax.tree.leaves((carry, each))))
+
+    if any(aval.memory_space == jax.memory.Space.Host for aval in jax.tree.leaves(made)):
+        return lax.scan(run, carry, xs)  # lax.empty is of the device's memory.
 
     def step(state: Any) -> Any:
-        index, leaves, stacks = state
+        index, carry, stacks = state
         each = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, False), xs)
-        results = jaxpr_as_fun(traced)(*leaves, *jax.tree.leaves(each))
-        stacks = [
-            lax.dynamic_update_index_in_dim(stack, x, index, 0)
-            for stack, x in zip(stacks, results[len(leaves) :], strict=True)
-        ]
-        return index + 1, results[: len(leaves)], stacks
+        carry, out = run(carry, each)
+        stacks = jax.tree.map(
+            lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, out
+        )
+        return index + 1, carry, stacks
 
-    start = np.int32(0), leaves, stacks
-    _, leaves, stacks = lax.while_loop(lambda state: state[0] < count, step, start)
-    carry = jax.tree.unflatten(structure, leaves)
-    return carry, jax.tree.unflatten(jax.tree.structure(outs), stacks)
+    stacks = jax.tree.map(lambda aval: _empty((count, *aval.shape), aval), made)
+    start = np.int32(0), carry, stacks
+    return lax.while_loop(lambda state: state[0] < count, step, start)[1:]
 
 
 def _empty(shape: tuple[int, ...], like: Any) -> jax.Array:

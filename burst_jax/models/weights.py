@@ -105,6 +105,11 @@ def weight_specs(
     return jax.tree_util.tree_map_with_path(spec, weights)
 
 
+def in_feed_forward(path: tuple[Any, ...]) -> bool:
+    """Whether a layer's weight belongs to its feed-forward block, by its path in the decoder."""
+    return _names(path)[1] == "mlp"
+
+
 def name_of(path: tuple[Any, ...]) -> str:
     """A weight's name in messages, like ``layers.mlp.up.kernel``."""
     return ".".join(_names(path))

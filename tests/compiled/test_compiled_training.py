@@ -123,17 +123,15 @@ def test_a_step_with_sharded_weights(sizes, config, tokens):
     distances = sizes.get("fsdp", 1) * sizes["seq"] - 1
     loops = []
     for sent in compiled.moves(program, "collective-permute").values():
-        of_weights, rings = [], 0
+        of_weights = []
         for shapes, during in sent:
             sizes_sent = {math.prod(shape) for shape in shapes}
             # K and V, or their gradients, wait for no weights.
             assert sizes_sent == {block} or sizes_sent <= elements
             assert during or block not in sizes_sent
-            if sizes_sent == {block}:
-                rings += 1
-            else:
+            if sizes_sent != {block}:
                 of_weights.append((len(shapes), during))
-        if rings:  # In the layers' loops.
+        if len(of_weights) < len(sent):  # Blocks are sent in the layers' loops.
             loops.append(of_weights)
     forward, backward = sorted(loops, key=lambda loop: sum(count for count, _ in loop))
     # A layer's seven matrices travel together. So do, in the backward pass, those of the layer

@@ -16,7 +16,7 @@ from burst_jax.models.decoder import abstract_decoder
 from burst_jax.models.hf.config import read_config
 from burst_jax.models.hf.files import TensorFiles
 from burst_jax.models.hf.load import check_tensors
-from burst_jax.models.hf.tensors import weights_of
+from burst_jax.models.hf.tensors import tensor_shapes, weights_of
 
 ONE = mesh_of(seq=1)
 INDEX = "model.safetensors.index.json"
@@ -143,7 +143,7 @@ def test_safetensors(path):
     weights = weights_of(abstract_decoder(config, mesh=ONE)[1], family, config)
 
     def read():
-        check_tensors(path, TensorFiles(path), weights, ())
+        check_tensors(path, TensorFiles(path), tensor_shapes(weights), ())
 
     def results():
         cases = [

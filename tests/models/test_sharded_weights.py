@@ -24,6 +24,7 @@ from split_runs import CONFIG, ONE, losses, plain_losses, rows, sized
 import burst_jax
 from burst_jax import ShardingRules
 from burst_jax.models import Decoder, abstract_decoder, shardings
+from burst_jax.models.weights import name_of
 from burst_jax.training import (
     abstract_params,
     abstract_train_state,
@@ -224,8 +225,11 @@ def test_early_gradients_are_sent_by_copy_engines(monkeypatch, copies):
         rules = ShardingRules.of(mesh)
         graphdef, shapes = abstract_decoder(CONFIG, mesh=mesh, rules=rules, layout="zigzag")
         of_mesh = nnx.merge(graphdef, shapes).shardings(shapes)
-        specs = of_mesh.weight_specs(shapes)["layers"]["mlp"]
-        assert of_mesh.are_sent_by_copies(specs) == (copies and "data" not in sizes)
+        specs = dict(jax.tree.leaves_with_path(of_mesh.weight_specs(shapes)))
+        of_layers = {path: name_of(path) for path in specs if name_of(path).startswith("layers.")}
+        early = {name for path, name in of_layers.items() if of_mesh.is_sent_early(specs, path)}
+        matrices = {f"layers.mlp.{name}.kernel" for name in ("gate", "up", "down")}
+        assert early == (matrices if copies and "data" not in sizes else set())
 
 
 def test_specs_of_logical_names():

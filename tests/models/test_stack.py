@@ -60,7 +60,7 @@ def test_blocks(kinds, blocks):
 
 
 def is_matrix(path):
-    return path[0].key == "w"
+    return path[1].key == "w"
 
 
 @pytest.mark.parametrize(

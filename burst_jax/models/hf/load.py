@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Unpack
@@ -141,7 +141,7 @@ def load(
     tensors = tensor_shapes(weights)
     experts = config.experts.count if config.experts else 0
     add_views(files, family.other_forms, tensors, config.num_layers, experts)
-    check_tensors(folder, files, weights, (*ignore, *copy))
+    check_tensors(folder, files, tensors, (*ignore, *copy))
     values = {}
     for weight in weights:
         sharding, dtype = NamedSharding(mesh, specs[weight.path]), dtypes[weight.path].dtype
@@ -189,7 +189,7 @@ def _slice(
 def check_tensors(
     folder: Path,
     files: TensorFiles,
-    weights: list[Weight],
+    expected: Mapping[str, tuple[int, ...]],
     ignore: Collection[str],
     described_by: str = "its config.json describes",
     skip: str = "if the unexpected ones do not change the computation, pass their names as "
@@ -197,9 +197,8 @@ def check_tensors(
 ) -> None:
     """Raises ValueError with the first missing, unexpected and wrong tensors, and their numbers.
 
-    ``skip`` is the remedy for unexpected tensors.
+    ``expected`` are the shapes of tensors by name, ``skip`` is the remedy for unexpected ones.
     """
-    expected = tensor_shapes(weights)
     present = {name for name in files.names if not _COMPUTED.fullmatch(name)}
     missing = sorted(set(expected) - present)
     unexpected = sorted(present - set(expected) - set(ignore))

@@ -44,6 +44,7 @@ from burst_jax.models.hf.tensors import (
     Outputs,
     Weight,
     layers_of_stacks,
+    tensor_shapes,
     weights_at,
 )
 from burst_jax.models.lora import abstract_like, reject_adapters
@@ -197,7 +198,9 @@ def load_adapter(model: Decoder, folder: str | PathLike[str]) -> Decoder:
     if keeps_parts:
         ranks = _own_ranks(adapted, family, lora.rank)
     weights = _weights(flat_weights(adapters), model, family, ranks)
-    check_tensors(folder, files, weights, (), f"{CONFIG} and the model describe", _MERGE)
+    check_tensors(
+        folder, files, tensor_shapes(weights), (), f"{CONFIG} and the model describe", _MERGE
+    )
     values = {
         weight.path: read_weight(
             files, weight, NamedSharding(mesh, specs[weight.path]), np.dtype(np.float32)

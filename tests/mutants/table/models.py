@@ -67,7 +67,7 @@ MUTANTS = [
      "tests/models/test_stack.py"),
     ("burst_jax/models/stack.py", "lax.dynamic_update_index_in_dim(stack, x, index, 0)",
      "lax.dynamic_update_index_in_dim(stack, x, 0, 0)", "tests/models/test_stack.py -k loop"),
-    ("burst_jax/models/stack.py", "ready_first(path) and x.shape", "False and x.shape",
+    ("burst_jax/models/stack.py", "ready_first(path), {stack: own}", "False, {stack: own}",
      "tests/models/test_stack.py -k loop"),
     ("burst_jax/models/stack.py", "lax.optimization_barrier((ahead, dfirst, dlast))",
      "(ahead, dfirst, dlast)", "tests/models/test_stack.py -k loop"),
